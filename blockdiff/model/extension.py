@@ -65,7 +65,8 @@ class Extension:
             start_B1 = torch.tensor(starts, device=device)[:, None]
             end_B1 = start_B1 + torch.tensor(taken, device=device)[:, None]
             position = torch.cat(
-                [start_B1 + torch.arange(clean, device=device), end_B1 + torch.arange(noisy, device=device)], 1
+                [start_B1 + torch.arange(clean, device=device), end_B1 + torch.arange(noisy, device=device)],
+                1,
             )
             keys = max(s + t for s, t in zip(starts, taken, strict=True)) + noisy
             slot_P = torch.arange(keys, device=device)
