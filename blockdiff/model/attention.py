@@ -111,7 +111,8 @@ def plan_dual_stream(
         return DualStreamPlan(views, length, None, None, mask)
     group = max(GROUP_TOKENS // block_size, 1) * block_size if block_size <= GROUP_TOKENS else GROUP_TOKENS
     starts_L = _document_starts(document_BL)
-    noisy, clean = [], []
+    noisy: list[Group] = []
+    clean: list[Group] = []
     for begin in range(0, length, group):
         end = min(begin + group, length)
         own = slice(begin // block_size * block_size, -(-end // block_size) * block_size)

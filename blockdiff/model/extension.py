@@ -81,7 +81,7 @@ class Extension:
         rows, cache, clean = len(self.starts), self.cache, self.clean
         if self.position.dim() == 1:
             first = self.starts[0]
-            writes = [(slice(0, None), slice(first, first + clean + self.noisy))]
+            writes: list[tuple[slice, slice | Tensor]] = [(slice(0, None), slice(first, first + clean + self.noisy))]
         else:
             # The noisy block comes second: it takes the slots that a short row's filling wrote.
             writes = [
