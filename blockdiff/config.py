@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blockdiff.core.blocks import check_block_size
+from blockdiff.core.bound import EVALUATION_SEED
 from blockdiff.core.corruption import NoiseConfig
 from blockdiff.data.prepare import DataConfig
 from blockdiff.model.denoiser import ModelConfig
@@ -90,7 +91,7 @@ class EvaluateConfig:
     views: int = 4
     max_samples: int | None = None
     micro_batch_size: int = 16
-    seed: int = 0
+    seed: int = EVALUATION_SEED
     files: Any = field(default_factory=list)
     allow_untrained_block_size: bool = False
     output: str | None = None
