@@ -29,7 +29,7 @@ ROW_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "pa
 
 @dataclass
 class FileFacts:
-    """What a manifest says of one source file; ``text_bytes`` and the hash are of the uncompressed content."""
+    """What a manifest says of a source file; ``text_bytes`` and the hash are of the unpacked content."""
 
     path: str
     bytes: int

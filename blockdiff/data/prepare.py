@@ -20,7 +20,7 @@ from blockdiff.data.store import ShardFacts, ShardWriter, TokenStore, damaged
 from blockdiff.data.tokenizer import Tokenizer, TokenizerKind, byte_tokenizer, train_bpe
 
 FORMAT = 1  # of the shards and of everything that changes tokens without being a key of the config
-_BATCH_CHARACTERS = 1 << 21  # tokenised at once: about 100 bytes of memory a token
+_BATCH_CHARACTERS = 1 << 20  # tokenised at once; each token takes about 100 bytes of memory here
 
 
 @dataclass
@@ -186,12 +186,13 @@ def _write_shards(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> dict
     writers = {split: ShardWriter(directory, split.value, tokenizer.vocab_size) for split in Split}
     with progress(f"Tokenising {corpus.name} into {directory.parent}", corpus.bytes) as advance:
         for pieces in _batches(corpus.pieces()):
-            for piece, ids in zip(
-                pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True
-            ):
-                size = len(piece.text.encode("utf-8"))
-                writers[piece.split].append(ids, size, piece.ends)
-                advance(size)
+            sizes = [len(piece.text.encode("utf-8")) for piece in pieces]
+            ids = tokenizer.encode_batch([piece.text for piece in pieces])
+            for split, writer in writers.items():
+                own = [i for i, piece in enumerate(pieces) if piece.split is split]
+                ends = [pieces[i].ends for i in own]
+                writer.append([ids[i] for i in own], ends, sum(sizes[i] for i in own))
+            advance(sum(sizes))
     shards = {split: writer.close() for split, writer in writers.items()}
     for split, facts in shards.items():
         if not facts.documents:

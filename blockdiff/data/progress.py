@@ -24,8 +24,8 @@ Advance = Callable[[int], None]
 def progress(description: str, total_bytes: int | None, announce: bool = True) -> Iterator[Advance]:
     """Shows a step that handles ``total_bytes`` bytes and yields a function that is told of bytes done.
 
-    A total of None is not known before; ``announce=False`` leaves the plain line out, for steps seldom slow. Once everything has been handed in, the bar pulses: what is still
-    computed then has no known end.
+    A total of None is not known before; ``announce=False`` leaves the plain line out, for steps seldom
+    slow. Once everything has been handed in, the bar pulses: what is still computed then has no known end.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ def row_texts(path: Path, column: str) -> Iterator[str]:
     """The texts of a file's rows, streamed; rows without text are left out.
 
     Raises:
-        ValueError: the file cannot be parsed, or lacks the column.
+        ValueError: the file cannot be parsed, or lacks the column, or the column holds no text.
     """
+    yield from column_texts(_row_batches(path), column, str(path))
+
+
+def _row_batches(path: Path) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset  # takes 1.5 s to import, and most runs read plain text
 
     try:
-        rows = load_dataset(ROW_FORMATS[format_of(path)], data_files=str(path), split="train", streaming=True)
-        yield from column_texts(rows.iter(_ROWS), column, str(path))
-    except ValueError:
-        raise
+        name = glob.escape(str(path))
+        rows = load_dataset(ROW_FORMATS[format_of(path)], data_files=name, split="train", streaming=True)
+        yield from rows.iter(_ROWS)
     except Exception as error:  # each reader behind `datasets` has its own kinds of error
         cause = error.__cause__ or error
         raise ValueError(f"{path}: not valid {format_of(path)} ({cause})") from error

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,23 @@ class ShardWriter:
         self._tokens = 0
         self._bytes = 0
 
-    def append(self, ids: Sequence[int], text_bytes: int, ends: bool) -> None:
-        """Adds a piece of a document; ``ends`` completes the document."""
-        tokens = np.asarray(ids, dtype=self._dtype)
-        self.counts_V += np.bincount(tokens, minlength=len(self.counts_V))
+    def append(self, ids: Sequence[Sequence[int]], ends: Sequence[bool], text_bytes: int) -> None:
+        """Adds pieces of documents.
+
+        Args:
+            ids: token ids of each piece.
+            ends: whether the piece completes its document.
+            text_bytes: UTF-8 bytes of all these pieces' text.
+        """
+        places = self._tokens + np.cumsum([len(piece) for piece in ids], dtype=np.int64)
+        tokens = np.fromiter(chain.from_iterable(ids), dtype=self._dtype, count=sum(map(len, ids)))
         data = tokens.tobytes()
         self._file.write(data)
         self._hash.update(data)
+        self._offsets.frombytes(places[np.asarray(ends, dtype=bool)].tobytes())
+        self.counts_V += np.bincount(tokens, minlength=len(self.counts_V))
         self._tokens += len(tokens)
         self._bytes += text_bytes
-        if ends:
-            self._offsets.append(self._tokens)
 
     def close(self) -> ShardFacts:
         """Completes both files."""
