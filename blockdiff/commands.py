@@ -82,9 +82,7 @@ def _validation_bound(model: LanguageModel, config: EvaluateConfig, block_size: 
         document_mask=run.data.document_mask,
     )
     loader = val_loader(dataset, micro_batch_size=config.micro_batch_size, max_samples=config.max_samples)
-    bound = score_batches(
-        model.denoiser, loader, block_size=block_size, views=config.views, seed=config.seed
-    )
+    bound = score_batches(model.denoiser, loader, block_size=block_size, views=config.views, seed=config.seed)
     return bound, bound.bits_per_byte(prepared.manifest["bytes_per_token"]), f"validation split of {prepared.directory}"
 
 

@@ -13,6 +13,7 @@ from blockdiff.model.denoiser import ModelConfig
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.training.config import LoggerConfig, OptimizerConfig, Resume, TrainerConfig
 
+
 @dataclass
 class TrainConfig:
     """`blockdiff train`.

@@ -57,9 +57,7 @@ class NoiseConfig:
     def check(self) -> None:
         """Raises a ValueError that names key, value and rule."""
         if len(self.clip) != 2 or not 0.0 <= self.clip[0] < self.clip[1] <= 1.0:
-            raise ValueError(
-                f"noise.clip={self.clip} must be two times 0 <= low < high <= 1, such as [0.3, 0.8]"
-            )
+            raise ValueError(f"noise.clip={self.clip} must be two times 0 <= low < high <= 1, such as [0.3, 0.8]")
         if self.corruption is CorruptionKind.exact_count and list(self.clip) != [0.0, 1.0]:
             raise ValueError(
                 f"noise.clip={self.clip} needs noise.corruption=bernoulli: exact counts have no time to clip"
@@ -177,9 +175,7 @@ def draw_levels(key: NoiseKey, noise: NoiseConfig, blocks: int) -> Tensor:
     return (order_BKN.to(torch.float64) + shift) / total
 
 
-def draw_counts(
-    level_N: Tensor, countable_N: Tensor, block_size: int, count_power: float
-) -> tuple[Tensor, Tensor]:
+def draw_counts(level_N: Tensor, countable_N: Tensor, block_size: int, count_power: float) -> tuple[Tensor, Tensor]:
     """Turns levels into counts n ~ q, q(n) ∝ n^(−p) on {1..C}, by the inverse distribution function.
 
     Args:

@@ -58,11 +58,7 @@ def hash_counters(*counters: int | Tensor) -> Tensor:
     word: int | Tensor = 0
     for counter in counters:
         if isinstance(word, Tensor) or isinstance(counter, Tensor):
-            part = (
-                mix(counter.to(torch.int64) + _signed(_GAMMA))
-                if isinstance(counter, Tensor)
-                else _mix_int(counter)
-            )
+            part = mix(counter.to(torch.int64) + _signed(_GAMMA)) if isinstance(counter, Tensor) else _mix_int(counter)
             left = word + _signed(_GAMMA) if isinstance(word, Tensor) else _signed(word + _GAMMA)
             word = mix(left ^ part)  # type: ignore[arg-type]
         else:

@@ -44,12 +44,7 @@ def run(
 def nll_table(size: int) -> dict[tuple[int, ...], Fraction]:
     """An arbitrary −log p(x_i | x_{not M}) for each mask M and i in M, as exact numbers."""
     masks = [m for m in itertools.product((0, 1), repeat=size) if any(m)]
-    return {
-        (*m, i): Fraction((7 * k + 13 * i) % 29 + 1, 3)
-        for k, m in enumerate(masks)
-        for i in range(size)
-        if m[i]
-    }
+    return {(*m, i): Fraction((7 * k + 13 * i) % 29 + 1, 3) for k, m in enumerate(masks) for i in range(size) if m[i]}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
