@@ -263,10 +263,19 @@ class Denoiser(nn.Module):
         self._extend(x0_BT, None, cache, lengths, block_size, None)
 
     def commit_and_denoise(
-        self, x0_BS: Tensor, xt_BS: Tensor, cache: KVCache, chosen_BM: Tensor | None = None
+        self,
+        x0_BS: Tensor,
+        xt_BS: Tensor,
+        cache: KVCache,
+        chosen_BM: Tensor | None = None,
+        *,
+        lengths: list[int] | None = None,
     ) -> Tensor:
-        """`commit` of a finished block and `denoise` of the next one in a single forward pass over 2·S tokens."""
-        return self._extend(x0_BS, xt_BS, cache, None, x0_BS.shape[1], chosen_BM)
+        """`commit` of a finished block and `denoise` of the next one in a single forward pass over 2·S tokens.
+
+        `lengths` says how many of its S clean tokens each row commits; rows that have nothing to commit take 0.
+        """
+        return self._extend(x0_BS, xt_BS, cache, lengths, x0_BS.shape[1], chosen_BM)
 
     @torch.no_grad()
     def _extend(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockdiff.core.masks import CleanAttention
 from blockdiff.model.attention import cached_attention
-from blockdiff.model.cache import KVCache
+from blockdiff.model.cache import KVCache, send
 from blockdiff.model.layers import Attend
 
 
@@ -62,8 +62,8 @@ class Extension:
             position = torch.arange(starts[0], starts[0] + clean + noisy, device=device)
             noisy_allowed = None
         else:
-            start_B1 = torch.tensor(starts, device=device)[:, None]
-            end_B1 = start_B1 + torch.tensor(taken, device=device)[:, None]
+            start_B1 = send(starts, torch.int64, device)[:, None]
+            end_B1 = start_B1 + send(taken, torch.int64, device)[:, None]
             position = torch.cat(
                 [start_B1 + torch.arange(clean, device=device), end_B1 + torch.arange(noisy, device=device)],
                 1,
