@@ -2,8 +2,8 @@
 
 average the weights, measure, validate, write the row, preview, save, obey a request to stop.
 
-The order is what makes a resume exact: when a checkpoint is written, all that belongs to its step is done, and nothing
-of the next one has begun.
+The order is what makes a resume exact: when a checkpoint is written, all that belongs to its step is done,
+and nothing of the next one has begun.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from blockdiff.model.denoiser import Denoiser
 from blockdiff.training.display import Display
 from blockdiff.training.metrics import MetricsTable, Row
 from blockdiff.training.module import DiffusionModule
+from blockdiff.training.report import write_samples
 from blockdiff.training.saving import Saver, describe_last_good
 from blockdiff.training.signals import StopRequest
 from blockdiff.training.trainer import TrainerConfig
@@ -28,6 +29,8 @@ from blockdiff.training.validation import validation_sums
 
 if TYPE_CHECKING:
     from blockdiff.data.loader import Batch
+
+FINAL_SAMPLES = 4
 
 Preview = Callable[[Denoiser, int], list[str]]
 """(denoiser, how many) -> samples as text."""
@@ -123,12 +126,12 @@ class StepBorder(L.Callback):
         trainer.should_stop |= stopping
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._end()
+        assert isinstance(module, DiffusionModule)
+        if module.step == module.max_steps and self.outputs and self.outputs.preview:
+            write_samples(self.saver.directory, self.outputs.preview(module.evaluated, FINAL_SAMPLES))
 
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Gives signals, terminal and table back, however the run ended."""
         self.stop.restore()
         if self.outputs:
             self.outputs.display.stop()
@@ -157,7 +160,9 @@ class StepBorder(L.Callback):
             if self.outputs.preview and self.config.preview and "val/nelbo" in row:
                 self.outputs.display.preview(module.step, self.outputs.preview(module.evaluated, 1)[0])
         for logger in trainer.loggers:
-            logger.log_metrics({name: value for name, value in row.items() if name != "step"}, step=module.step)
+            logger.log_metrics(
+                {name: value for name, value in row.items() if name != "step"}, step=module.step
+            )
 
     def _validate(self, trainer: L.Trainer, module: DiffusionModule) -> Bound:
         """The bound of the averaged weights over the fixed subset, summed over all processes."""

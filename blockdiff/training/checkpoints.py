@@ -1,10 +1,11 @@
 """Checkpoint files: names, manifests, which one is valid, and the weights within. Imports no Lightning.
 
-A checkpoint of N finished steps is `step-N.ckpt`, a `torch.save` dictionary that loads with `weights_only=True`, and its
-manifest `step-N.ckpt.json`, written after it: size and SHA-256 of each file. What has no manifest was never finished.
+A checkpoint of N finished steps is `step-N.ckpt`, a `torch.save` dictionary that loads with
+`weights_only=True`, and its manifest `step-N.ckpt.json`, written after it: size and SHA-256 of each file.
+What has no manifest was never finished.
 
-Keys of the dictionary that readers may rely on: ``state_dict`` (names with the prefix ``denoiser.``), ``ema`` (the
-averaged weights, names without prefix; absent where no average is kept) and ``global_step``.
+Keys of the dictionary that readers may rely on: ``state_dict`` (names with the prefix ``denoiser.``), ``ema``
+(the averaged weights, names without prefix; absent where no average is kept) and ``global_step``.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{manifest_path(path)} is damaged ({error})") from None
     if newer:
-        raise CheckpointError(f"{path} was written by a later blockdiff (format {manifest['format']}); update blockdiff")
+        raise CheckpointError(
+            f"{path} was written by a later blockdiff (format {manifest['format']}); update blockdiff"
+        )
     if path.name not in files:
         raise CheckpointError(f"{manifest_path(path)} describes other files: {', '.join(files)}")
     return manifest
@@ -140,7 +143,8 @@ def newest_valid(directory: Path) -> Newest:
 
 
 def prune(directory: Path, keep_last: int, keep_every: int, keep: Iterable[Path] = ()) -> list[Path]:
-    """Removes finished checkpoints but the last `keep_last`, those of each `keep_every` steps (0: none) and `keep`.
+    """Removes finished checkpoints but the last `keep_last`, those of each `keep_every` steps (0: none) and
+    `keep`.
 
     What has no manifest is left where it is and does not count.
 
@@ -149,7 +153,9 @@ def prune(directory: Path, keep_last: int, keep_every: int, keep: Iterable[Path]
     """
     finished = [path for path in list_checkpoints(directory) if manifest_path(path).exists()]
     kept = set(finished[-keep_last:]) | set(keep)
-    removed = [p for p in finished if p not in kept and not (keep_every and (step_of(p) or 0) % keep_every == 0)]
+    removed = [
+        p for p in finished if p not in kept and not (keep_every and (step_of(p) or 0) % keep_every == 0)
+    ]
     for path in removed:
         # Renamed first: a kill between the two removals leaves nothing that looks like a broken checkpoint.
         doomed = path.rename(path.with_name(TEMPORARY + path.name))

@@ -1,8 +1,8 @@
 """One process group at a time in a run directory.
 
-The lock is an advisory lock of the operating system on `run.lock`, which vanishes with the process however it ends, so
-after a kill the same machine can go on at once. File systems shared between machines may not pass such locks on: there
-the file's time of change is the owner's heartbeat.
+The lock is an advisory lock of the operating system on `run.lock`, which vanishes with the process however it
+ends, so after a kill the same machine can go on at once. File systems shared between machines may not pass
+such locks on: there the file's time of change is the owner's heartbeat.
 """
 
 from __future__ import annotations

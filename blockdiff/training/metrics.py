@@ -70,7 +70,9 @@ def read_rows(directory: Path) -> list[dict[str, float]]:
     try:
         return [_numbers(row) for row in csv.DictReader(whole)]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no table of metrics ({error}); move it away, the run writes a new one") from None
+        raise ValueError(
+            f"{path} is no table of metrics ({error}); move it away, the run writes a new one"
+        ) from None
 
 
 def _cells(row: Row) -> dict[str, float]:

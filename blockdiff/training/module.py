@@ -2,9 +2,10 @@
 
 Legend: B batch, K noisy views, L seq_len, M masked positions.
 
-A launch always looks like a fresh fit to Lightning, whose loop counters are not kept: the data order, the noise and the
-learning rate are functions of the step alone, and the step is `start_step` + the steps since launch. That is what
-lets a run go on with another number of devices or another micro-batch, where Lightning's counters of batches would lie.
+A launch always looks like a fresh fit to Lightning, whose loop counters are not kept: the data order, the
+noise and the learning rate are functions of the step alone, and the step is `start_step` + the steps since
+launch. That is what lets a run go on with another number of devices or another micro-batch, where Lightning's
+counters of batches would lie.
 """
 
 from __future__ import annotations

@@ -18,7 +18,13 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(
-        self, matrices: list[torch.nn.Parameter], adamw: AdamW, *, lr: float, weight_decay: float, momentum: float
+        self,
+        matrices: list[torch.nn.Parameter],
+        adamw: AdamW,
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
     ) -> None:
         self.muon = Muon(
             matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"

@@ -32,18 +32,18 @@ class OptimizerConfig:
         name: ``adamw``, or ``muon`` for the matrices of the layers with AdamW for embedding, head and norms.
         lr: peak learning rate. Muon's updates are scaled to AdamW's size, so one value serves both.
         warmup_steps: steps of linear warm-up from 0.
-        schedule: after the warm-up: ``cosine`` down to the floor, ``wsd`` (stay, then fall linearly to the floor at the
-            end) or ``constant``.
-        decay_steps: how many steps the fall takes. None: cosine falls from the warm-up to max_steps, wsd over the last
-            fifth of max_steps.
+        schedule: after the warm-up: ``cosine`` down to the floor, ``wsd`` (stay, then fall linearly to the
+            floor at the end) or ``constant``.
+        decay_steps: how many steps the fall takes. None: cosine falls from the warm-up to max_steps, wsd over
+            the last fifth of max_steps.
         min_lr_ratio: the floor, as a share of lr.
         weight_decay: decoupled, on matrices only.
         betas: AdamW's decay rates of the two moments.
         eps: AdamW's.
         momentum: Muon's.
         grad_clip: largest norm of the whole gradient; 0 does not clip.
-        ema_decay: of the averaged weights that validation, sampling and export use; it warms up as (1 + step) / (10 +
-            step). 0 keeps no average.
+        ema_decay: of the averaged weights that validation, sampling and export use; it warms up as (1 + step)
+            / (10 + step). 0 keeps no average.
     """
 
     name: OptimizerName = OptimizerName.adamw
@@ -73,7 +73,9 @@ class OptimizerConfig:
             if not 0 <= value <= 1 or (value == 1 and key != "min_lr_ratio"):
                 raise ValueError(f"optimizer.{key}={value} must lie in [0, 1)")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), such as [0.9, 0.95]")
+            raise ValueError(
+                f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), such as [0.9, 0.95]"
+            )
         if not self.eps > 0:
             raise ValueError(f"optimizer.eps={self.eps} must be positive")
 
@@ -96,13 +98,11 @@ def lr_ratio(step: int, config: OptimizerConfig, max_steps: int) -> float:
             return 1 - (1 - floor) * progress
 
 
-def same_history(
-    steps: int, old: OptimizerConfig, old_max_steps: int, new: OptimizerConfig, new_max_steps: int
-) -> bool:
-    """Whether two configs give the first `steps` updates and the next one the same learning rates."""
+def same_history(steps: int, config: OptimizerConfig, max_steps: int, other_max_steps: int) -> bool:
+    """Whether two lengths of a run give its first `steps` updates and the next one the same learning rates."""
     return all(
-        old.lr * lr_ratio(step, old, old_max_steps) == new.lr * lr_ratio(step, new, new_max_steps)
-        for step in range(steps)
+        lr_ratio(step, config, max_steps) == lr_ratio(step, config, other_max_steps)
+        for step in range(steps + 1)
     )
 
 

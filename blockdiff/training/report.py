@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from blockdiff.training.durable import write_text_durably
 from blockdiff.training.metrics import COLUMNS, LOSS_COLUMN, read_rows
 
 PLOT_NAME, SAMPLES_NAME = "loss.png", "samples.txt"
@@ -108,14 +109,24 @@ def peak_memory() -> int:
 
 def summary_table(summary: Summary) -> Table:
     """The summary as a table for the terminal."""
-    state = "finished" if summary.finished else f"stopped by {summary.signal.name if summary.signal else 'request'}"
-    table = Table(title=f"{summary.name}: {state} at step {summary.step}/{summary.max_steps}", title_justify="left")
+    state = (
+        "finished"
+        if summary.finished
+        else f"stopped by {summary.signal.name if summary.signal else 'request'}"
+    )
+    table = Table(
+        title=f"{summary.name}: {state} at step {summary.step}/{summary.max_steps}", title_justify="left"
+    )
     table.add_column("")
     table.add_column("value", overflow="fold")
     if summary.train is not None:
         label = "train, nats per token" if summary.train_is_bound else "train loss (clipped noise, no bound)"
         table.add_row(label, f"{summary.train:.4f}")
-    if summary.val_nelbo is not None and summary.val_nelbo_se is not None and summary.val_bits_per_byte is not None:
+    if (
+        summary.val_nelbo is not None
+        and summary.val_nelbo_se is not None
+        and summary.val_bits_per_byte is not None
+    ):
         table.add_row("val bound, nats per token", f"{summary.val_nelbo:.4f} ± {summary.val_nelbo_se:.4f}")
         perplexity = math.exp(min(summary.val_nelbo, 700))
         table.add_row("val perplexity bound", f"{perplexity:.2f} ± {perplexity * summary.val_nelbo_se:.2f}")
@@ -141,7 +152,11 @@ def write_plot(directory: Path, unigram_nats: float, block_size: int) -> Path:
     for column, label, style in (
         (COLUMNS[1], "train bound", {"color": "#9ab7d3", "linewidth": 1.0}),
         (LOSS_COLUMN, "train loss (no bound)", {"color": "#9ab7d3", "linewidth": 1.0}),
-        ("val/nelbo", "val bound (averaged weights)", {"color": "#c03a2b", "linewidth": 1.6, "marker": "o", "ms": 3}),
+        (
+            "val/nelbo",
+            "val bound (averaged weights)",
+            {"color": "#c03a2b", "linewidth": 1.6, "marker": "o", "ms": 3},
+        ),
     ):
         points = [(row["step"], row[column]) for row in rows if column in row]
         if points:
@@ -153,4 +168,12 @@ def write_plot(directory: Path, unigram_nats: float, block_size: int) -> Path:
     axes.legend(frameon=False)
     path = directory / PLOT_NAME
     figure.savefig(path)
+    return path
+
+
+def write_samples(directory: Path, samples: list[str]) -> Path:
+    """Writes `samples.txt`, each sample under a numbered line."""
+    path = directory / SAMPLES_NAME
+    parts = [f"=== sample {number} of {len(samples)} ===\n{text}\n" for number, text in enumerate(samples, 1)]
+    write_text_durably(path, "\n".join(parts))
     return path

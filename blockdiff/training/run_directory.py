@@ -29,8 +29,9 @@ MAY_CHANGE = (
     "sampler.*",
     "evaluation.*",
 )
-"""Keys whose change alters where or how fast a run computes, or what it shows, but not the steps already taken.
-`trainer.max_steps` is bound by a rule of its own: the learning rates of these steps must stay the same."""
+"""Keys whose change alters where or how fast a run computes, or what it shows, but not the steps already
+taken. `trainer.max_steps` is bound by a rule of its own: the learning rates of these steps must stay the
+same."""
 
 
 class Resume(Enum):
@@ -86,7 +87,9 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
     return {} if old == new else {key: (old, new)}
 
 
-def check_same_run(directory: Path, tree: dict[str, Any], same_learning_rates: Callable[[dict], bool]) -> list[str]:
+def check_same_run(
+    directory: Path, tree: dict[str, Any], same_learning_rates: Callable[[dict], bool]
+) -> list[str]:
     """Compares a config with that of the run in the directory.
 
     Args:

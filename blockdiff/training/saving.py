@@ -19,8 +19,8 @@ class CheckpointWriteError(OSError):
 class DurableCheckpointIO(CheckpointIO):
     """Reads and writes single files as `training.checkpoints` defines them.
 
-    A failure to write is kept, not raised: only one of several processes writes, and the others must not be left
-    waiting for it.
+    A failure to write is kept, not raised: only one of several processes writes, and the others must not be
+    left waiting for it.
     """
 
     def __init__(self, facts: dict[str, Any]) -> None:
@@ -28,7 +28,9 @@ class DurableCheckpointIO(CheckpointIO):
         self.facts = facts
         self.failure: OSError | None = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
         try:
             save_checkpoint(checkpoint, Path(path), self.facts)
         except OSError as error:
@@ -47,7 +49,9 @@ class DurableCheckpointIO(CheckpointIO):
 class Saver:
     """Saves the run's state at a step border."""
 
-    def __init__(self, directory: Path, config: TrainerConfig, io: DurableCheckpointIO, last_good: Path | None) -> None:
+    def __init__(
+        self, directory: Path, config: TrainerConfig, io: DurableCheckpointIO, last_good: Path | None
+    ) -> None:
         """Args: the run directory, what to keep, the file door, and the checkpoint that the run goes on from."""
         self.directory, self.config, self.io = directory, config, io
         self.last_good = last_good
@@ -65,7 +69,7 @@ class Saver:
         if path == self.last_good:
             return None
         self.io.failure = None
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         failure = trainer.strategy.broadcast(None if self.io.failure is None else str(self.io.failure))
         if failure is None:
             self.last_good = path
@@ -75,7 +79,8 @@ class Saver:
         message = f"the checkpoint of step {step} could not be written ({failure}); {describe_last_good(self.last_good)}"
         if self.config.on_checkpoint_error is OnCheckpointError.stop:
             raise CheckpointWriteError(
-                message + ". Free some space and give the same command again, or set trainer.on_checkpoint_error=continue"
+                message
+                + ". Free some space and give the same command again, or set trainer.on_checkpoint_error=continue"
             )
         return message + ". The run goes on (trainer.on_checkpoint_error=continue)"
 

@@ -1,7 +1,7 @@
 """Requests to stop, heard at once and obeyed at the next step border.
 
-SIGTERM and SIGUSR1 (what SLURM sends before it takes a machine away) and Ctrl-C save a checkpoint and end the run. The
-process's exit code is then 128 + the number of the signal: 143, 138 and 130.
+SIGTERM and SIGUSR1 (what SLURM sends before it takes a machine away) and Ctrl-C save a checkpoint and end the
+run. The process's exit code is then 128 + the number of the signal: 143, 138 and 130.
 """
 
 from __future__ import annotations
@@ -37,4 +37,8 @@ class StopRequest:
             raise KeyboardInterrupt
         again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
         self.signal = signal.Signals(number)
-        print(f"\n{self.signal.name}: saving a checkpoint at the next step border{again}", file=sys.stderr, flush=True)
+        print(
+            f"\n{self.signal.name}: saving a checkpoint at the next step border{again}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -38,11 +40,13 @@ class TrainerConfig:
         checkpoint_every_minutes: also after so many minutes; 0: by steps only.
         keep_last: newest checkpoints that are kept.
         keep_every: checkpoints of every so many steps are kept for good; 0: none.
-        on_checkpoint_error: ``stop`` the run when a checkpoint cannot be written, or ``continue`` and try at the next.
+        on_checkpoint_error: ``stop`` the run when a checkpoint cannot be written, or ``continue`` and try at
+            the next.
         devices: processes a node: a number, or auto.
         nodes: machines.
         strategy: auto | ddp.
-        precision: auto (bf16-mixed on CUDA devices that have it, else 32-true) | 32-true | 64-true | bf16-mixed.
+        precision: auto (bf16-mixed on CUDA devices that have it, else 32-true) | 32-true | 64-true |
+            bf16-mixed.
         accelerator: auto | cpu | gpu, or another that Lightning knows.
         compile: compile the layers with torch.compile.
     """
@@ -74,13 +78,19 @@ class TrainerConfig:
             if not getattr(self, key) >= 0:
                 raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 0")
         if self.val_samples is not None and self.val_samples < 1:
-            raise ValueError(f"trainer.val_samples={self.val_samples} must be at least 1, or null for the whole split")
+            raise ValueError(
+                f"trainer.val_samples={self.val_samples} must be at least 1, or null for the whole split"
+            )
         if self.val_views < 2:
-            raise ValueError(f"trainer.val_views={self.val_views} must be at least 2: one view has no standard error")
+            raise ValueError(
+                f"trainer.val_views={self.val_views} must be at least 2: one view has no standard error"
+            )
         if self.precision not in PRECISIONS:
             raise ValueError(f"trainer.precision={self.precision} must be one of {', '.join(PRECISIONS)}")
         if self.devices != "auto" and not (isinstance(self.devices, int) and self.devices >= 1):
-            raise ValueError(f"trainer.devices={self.devices} must be a number of processes, at least 1, or auto")
+            raise ValueError(
+                f"trainer.devices={self.devices} must be a number of processes, at least 1, or auto"
+            )
 
 
 def resolve_precision(config: TrainerConfig) -> str:
@@ -102,6 +112,7 @@ def build_trainer(
     directory: str,
 ) -> L.Trainer:
     """A Trainer that takes `steps` optimizer steps and leaves rhythm, validation and saving to the callbacks."""
+    _quieten()
     return L.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
@@ -121,3 +132,11 @@ def build_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def _quieten() -> None:
+    """Keeps Lightning's news of itself, and advice that does not fit here, out of the run's output."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers", module="lightning")
+    warnings.filterwarnings("ignore", message=".*is deprecated", module="lightning")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def validation_sums(
     denoiser: Denoiser, batches: Iterable[Batch], *, block_size: int, views: int, device: torch.device
 ) -> Tensor:
-    """Σ over batches of `core.bound.bound_sums`: float64 (nats, variance, tokens), which add up over processes.
+    """Σ over batches of `core.bound.bound_sums`: float64 (nats, variance, tokens), which add up over
+    processes.
 
     Args:
         denoiser: evaluated as it is.
