@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -21,22 +21,22 @@ from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import PreparedData, prepare
 from blockdiff.data.tokenizer import Tokenizer
 from blockdiff.model.denoiser import Denoiser
+from blockdiff.records import dump_yaml, from_plain, read_yaml, to_plain
 from blockdiff.training.border import Outputs, Preview, StepBorder
 from blockdiff.training.checkpoints import Newest, sweep
 from blockdiff.training.display import Display
+from blockdiff.training.durable import write_text_durably
 from blockdiff.training.lock import RunLock
 from blockdiff.training.loggers import build_loggers
 from blockdiff.training.metrics import MetricsTable
 from blockdiff.training.module import DiffusionModule
 from blockdiff.training.optimizer import same_history
-from blockdiff.training.report import Summary, summarise, write_plot
+from blockdiff.training.report import Summary, summarise, summary_table, write_plot
 from blockdiff.training.run_directory import (
-    Resume,
+    CONFIG_NAME,
     check_same_data,
     check_same_run,
     choose_checkpoint,
-    config_tree,
-    write_config,
 )
 from blockdiff.training.saving import DurableCheckpointIO, Saver
 from blockdiff.training.trainer import build_trainer
@@ -91,13 +91,13 @@ def run_training(
         CheckpointWriteError: a checkpoint could not be written.
     """
     check(config)
-    directory = Path(config.run_root) / config.name
+    directory = Path(config.run_root) / (config.name or default_name(config))
     first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
     if first:
         directory.mkdir(parents=True, exist_ok=True)
     with RunLock(directory) if first else nullcontext():
-        start = choose_checkpoint(directory, Resume(config.resume))
-        changes = _check_same_run(config, directory, start)
+        start = choose_checkpoint(directory, config.resume)
+        changes = _check_same_run(config, start)
         prepared = prepare(config.data)
         if start.path:
             check_same_data(start.path, prepared.directory.name)
@@ -105,7 +105,7 @@ def run_training(
         run = Run(config, directory, start, prepared, first, console or Console(), preview)
         if first:
             sweep(directory)
-            write_config(directory, config_tree(config))
+            write_text_durably(directory / CONFIG_NAME, dump_yaml(config))
             prepared.tokenizer.save(directory / "tokenizer.json")
             _announce(run, changes)
         return _train(run)
@@ -114,11 +114,17 @@ def run_training(
 def check(config: TrainConfig) -> None:
     """Raises a ValueError for values that cannot work, before anything is read or written."""
     check_block_size(config.block_size, config.seq_len)
-    if not config.name or Path(config.name).name != config.name or config.name.startswith("."):
+    if config.name is not None and (Path(config.name).name != config.name or config.name.startswith(".")):
         raise ValueError(f"name={config.name} must be a plain directory name, such as name=demo")
     for part in (config.model, config.noise, config.optimizer, config.trainer, config.logger):
         part.check()
     accumulation_of(config.data.global_batch_size, config.data.micro_batch_size, 1)
+
+
+def default_name(config: TrainConfig) -> str:
+    """`<data>-b<block_size>`; prepares the corpus to know what it is called."""
+    data, _, _ = prepare(config.data).directory.name.rpartition("-")
+    return f"{data}-b{config.block_size}"
 
 
 def build_denoiser(config: TrainConfig, vocab_size: int) -> Denoiser:
@@ -141,15 +147,13 @@ def pack(run_config: TrainConfig, prepared: PreparedData, split: str) -> PackedD
     )
 
 
-def _check_same_run(config: TrainConfig, directory: Path, start: Newest) -> list[str]:
+def _check_same_run(config: TrainConfig, start: Newest) -> list[str]:
+    """The harmless changes since the last launch; raises a ValueError for others."""
     if start.path is None:
         return []
-
-    def same_learning_rates(old: dict[str, Any]) -> bool:
-        before, now = old["trainer"]["max_steps"], config.trainer.max_steps
-        return same_history(start.step, config.optimizer, before, now)
-
-    return check_same_run(directory, config_tree(config), same_learning_rates)
+    old = from_plain(type(config), read_yaml(start.path.parent / CONFIG_NAME))
+    same = same_history(start.step, config.optimizer, old.trainer.max_steps, config.trainer.max_steps)
+    return check_same_run(start.path.parent, to_plain(old), to_plain(config), same)
 
 
 def _train(run: Run) -> Summary:
@@ -253,10 +257,7 @@ def _finish(run: Run, saver: Saver, step: int, signal: Signals | None, speed: fl
     unigram_nats = run.prepared.manifest["unigram_nats"]
     if run.first:
         write_plot(run.directory, unigram_nats, run.config.block_size)
-        if signal and step < run.config.trainer.max_steps:
-            say = f"stopped by {signal.name} at step {step}; give the same command again to go on from {saver.last_good}"
-            run.console.print(say, highlight=False, markup=False, soft_wrap=True)
-    return summarise(
+    summary = summarise(
         run.directory,
         step=step,
         max_steps=run.config.trainer.max_steps,
@@ -265,6 +266,11 @@ def _finish(run: Run, saver: Saver, step: int, signal: Signals | None, speed: fl
         tokens_per_second=speed,
         checkpoint=saver.last_good,
     )
+    if run.first:
+        run.console.print(summary_table(summary))
+        if not summary.finished:
+            run.console.print(f"Give the same command again to go on from {saver.last_good}.", soft_wrap=True)
+    return summary
 
 
 def _announce(run: Run, changes: list[str]) -> None:

@@ -34,10 +34,9 @@ def block_nats(nll_M: Tensor, weight_BKL: Tensor, chosen_M: Tensor, block_size: 
 def bound_sums(nats_BKN: Tensor, counted_BL: Tensor) -> Tensor:
     """(nats, variance of the nats, tokens) of a batch, float64 of shape (3).
 
-    Views are independent draws of the noise, so their spread within a block gives an unbiased estimate of the
-    variance that the noise leaves in the block's mean; blocks are independent, so variances add. A single
-    view says nothing of its own spread: its variance counts as 0, which is the truth at block size 1, where
-    every view is the same.
+    Views are independent draws of the noise, so their spread within a block gives an unbiased estimate of the variance
+    that the noise leaves in the block's mean; blocks are independent, so variances add. A single view says nothing of
+    its own spread: its variance counts as 0, which is the truth at block size 1, where every view is the same.
 
     Args:
         nats_BKN: from `block_nats`.

@@ -57,7 +57,9 @@ class NoiseConfig:
     def check(self) -> None:
         """Raises a ValueError that names key, value and rule."""
         if len(self.clip) != 2 or not 0.0 <= self.clip[0] < self.clip[1] <= 1.0:
-            raise ValueError(f"noise.clip={self.clip} must be two times 0 <= low < high <= 1, such as [0.3, 0.8]")
+            raise ValueError(
+                f"noise.clip={self.clip} must be two times 0 <= low < high <= 1, such as [0.3, 0.8]"
+            )
         if self.corruption is CorruptionKind.exact_count and list(self.clip) != [0.0, 1.0]:
             raise ValueError(
                 f"noise.clip={self.clip} needs noise.corruption=bernoulli: exact counts have no time to clip"
@@ -220,6 +222,4 @@ def mask_exactly(words_NS: Tensor, counted_NS: Tensor, count_N: Tensor) -> Tenso
 def _position_words(key: NoiseKey, views: int, length: int) -> Tensor:
     view_K1 = torch.arange(views, device=key.slot_B.device)[:, None]
     position_L = torch.arange(length, device=key.slot_B.device)
-    return hash_counters(
-        key.seed, Stream.POSITION, key.step, key.slot_B[:, None, None], view_K1, position_L
-    )
+    return hash_counters(key.seed, Stream.POSITION, key.step, key.slot_B[:, None, None], view_K1, position_L)

@@ -53,7 +53,9 @@ def may_attend(query: Place, key: Place, clean_attention: CleanAttention) -> Ten
     allowed = torch.where(
         query_clean,
         key_clean & clean_sees,
-        torch.where(key_clean, key.block < query.block, (key.view == query.view) & (key.block == query.block)),
+        torch.where(
+            key_clean, key.block < query.block, (key.view == query.view) & (key.block == query.block)
+        ),
     )
     return allowed & (key.document == query.document)
 

@@ -105,11 +105,14 @@ def plan_dual_stream(
     length = document_BL.shape[1]
     single = bool((document_BL == document_BL[:, :1]).all())
     if backend is Backend.flex:
-        mask = _flex_mask(None if single else document_BL, length, block_size, views, clean_attention, document_BL.device)
+        mask = _flex_mask(
+            None if single else document_BL, length, block_size, views, clean_attention, document_BL.device
+        )
         return DualStreamPlan(views, length, None, None, mask)
     group = max(GROUP_TOKENS // block_size, 1) * block_size if block_size <= GROUP_TOKENS else GROUP_TOKENS
     starts_L = _document_starts(document_BL)
-    noisy, clean = [], []
+    noisy: list[Group] = []
+    clean: list[Group] = []
     for begin in range(0, length, group):
         end = min(begin + group, length)
         own = slice(begin // block_size * block_size, -(-end // block_size) * block_size)
@@ -122,7 +125,9 @@ def plan_dual_stream(
             (clean, slice(first, clean_end), slice(0, 0)),
         ):
             rows = document_BL[:1] if single else document_BL
-            bias = _group_bias(queries, clean_keys, noisy_keys, rows, block_size, views, clean_attention, dtype)
+            bias = _group_bias(
+                queries, clean_keys, noisy_keys, rows, block_size, views, clean_attention, dtype
+            )
             groups.append(Group(queries, clean_keys, noisy_keys, bias))
     return DualStreamPlan(views, length, noisy, clean, None)
 
@@ -148,7 +153,9 @@ def _group_bias(
 ) -> Tensor | None:
     """The additive mask of one group; None where nothing is masked. Queries and noisy keys of all views lie end to end."""
     noisy_group = noisy_keys.stop > noisy_keys.start
-    query = _places([(v, queries) for v in (range(views) if noisy_group else [CLEAN])], document_BL, block_size)
+    query = _places(
+        [(v, queries) for v in (range(views) if noisy_group else [CLEAN])], document_BL, block_size
+    )
     noisy = [(v, noisy_keys) for v in range(views)] if noisy_group else []
     key = _places([(CLEAN, clean_keys), *noisy], document_BL, block_size)
     allowed = may_attend(
@@ -156,7 +163,9 @@ def _group_bias(
     )
     if bool(allowed.all()):
         return None
-    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+        ~allowed, float("-inf")
+    )
     return bias[:, None]
 
 
@@ -169,7 +178,12 @@ def _places(parts: list[tuple[int, slice]], document_BL: Tensor, block_size: int
 
 
 def dual_stream_attention(
-    query_BHTE: Tensor, key_BhTE: Tensor, value_BhTE: Tensor, plan: DualStreamPlan, *, noisy_only: bool = False
+    query_BHTE: Tensor,
+    key_BhTE: Tensor,
+    value_BhTE: Tensor,
+    plan: DualStreamPlan,
+    *,
+    noisy_only: bool = False,
 ) -> Tensor:
     """Attention over [view 0 ; … ; view K−1 ; clean] along T = (K + 1)·L.
 
@@ -194,7 +208,9 @@ def dual_stream_attention(
     outputs = []
     for group in plan.noisy_groups:
         keys = torch.cat([clean_key[:, :, group.clean], noisy_key[:, :, :, group.noisy].flatten(2, 3)], 2)
-        values = torch.cat([clean_value[:, :, group.clean], noisy_value[:, :, :, group.noisy].flatten(2, 3)], 2)
+        values = torch.cat(
+            [clean_value[:, :, group.clean], noisy_value[:, :, :, group.noisy].flatten(2, 3)], 2
+        )
         out = _sdpa(noisy_query[:, :, :, group.queries].flatten(2, 3), keys, values, group.bias)
         outputs.append(out.unflatten(2, (plan.views, -1)))
     noisy_out = torch.cat(outputs, 3).flatten(2, 3)
@@ -210,7 +226,9 @@ def dual_stream_attention(
 
 def _sdpa(query_BHTE: Tensor, key_BhPE: Tensor, value_BhPE: Tensor, bias: Tensor | None) -> Tensor:
     grouped = query_BHTE.shape[1] != key_BhPE.shape[1]
-    return F.scaled_dot_product_attention(query_BHTE, key_BhPE, value_BhPE, attn_mask=bias, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        query_BHTE, key_BhPE, value_BhPE, attn_mask=bias, enable_gqa=grouped
+    )
 
 
 def cached_attention(
@@ -228,7 +246,12 @@ def cached_attention(
     Returns:
         Of the queries' shape.
     """
-    if flash and allowed is None and query_BHTE.is_cuda and query_BHTE.dtype in (torch.float16, torch.bfloat16):
+    if (
+        flash
+        and allowed is None
+        and query_BHTE.is_cuda
+        and query_BHTE.dtype in (torch.float16, torch.bfloat16)
+    ):
         return _flash(query_BHTE, key_BhPE, value_BhPE)
     batch, heads, tokens, _ = query_BHTE.shape
     kv_heads = key_BhPE.shape[1]
@@ -301,7 +324,9 @@ def _build_flex_mask(
 ) -> FlexMasks:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    documents = torch.zeros(1, length, dtype=torch.int32, device=device) if document_BL is None else document_BL
+    documents = (
+        torch.zeros(1, length, dtype=torch.int32, device=device) if document_BL is None else document_BL
+    )
 
     def place(batch: Tensor, index: Tensor) -> Place:
         position = index % length

@@ -244,7 +244,12 @@ class Denoiser(nn.Module):
         return self._extend(None, xt_BS, cache, None, None, chosen_BM)
 
     def commit(
-        self, x0_BT: Tensor, cache: KVCache, *, lengths: list[int] | None = None, block_size: int | None = None
+        self,
+        x0_BT: Tensor,
+        cache: KVCache,
+        *,
+        lengths: list[int] | None = None,
+        block_size: int | None = None,
     ) -> None:
         """Writes the keys and values of clean tokens and counts them as committed: prefill, or a finished block.
 

@@ -65,7 +65,8 @@ class Extension:
             start_B1 = torch.tensor(starts, device=device)[:, None]
             end_B1 = start_B1 + torch.tensor(taken, device=device)[:, None]
             position = torch.cat(
-                [start_B1 + torch.arange(clean, device=device), end_B1 + torch.arange(noisy, device=device)], 1
+                [start_B1 + torch.arange(clean, device=device), end_B1 + torch.arange(noisy, device=device)],
+                1,
             )
             keys = max(s + t for s, t in zip(starts, taken, strict=True)) + noisy
             slot_P = torch.arange(keys, device=device)
@@ -80,7 +81,7 @@ class Extension:
         rows, cache, clean = len(self.starts), self.cache, self.clean
         if self.position.dim() == 1:
             first = self.starts[0]
-            writes = [(slice(0, None), slice(first, first + clean + self.noisy))]
+            writes: list[tuple[slice, slice | Tensor]] = [(slice(0, None), slice(first, first + clean + self.noisy))]
         else:
             # The noisy block comes second: it takes the slots that a short row's filling wrote.
             writes = [

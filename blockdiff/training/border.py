@@ -18,13 +18,13 @@ import torch
 
 from blockdiff.core.bound import Bound
 from blockdiff.model.denoiser import Denoiser
+from blockdiff.training.config import TrainerConfig
 from blockdiff.training.display import Display
 from blockdiff.training.metrics import MetricsTable, Row
 from blockdiff.training.module import DiffusionModule
 from blockdiff.training.report import write_samples
 from blockdiff.training.saving import Saver, describe_last_good
 from blockdiff.training.signals import StopRequest
-from blockdiff.training.trainer import TrainerConfig
 from blockdiff.training.validation import validation_sums
 
 if TYPE_CHECKING:
@@ -160,9 +160,7 @@ class StepBorder(L.Callback):
             if self.outputs.preview and self.config.preview and "val/nelbo" in row:
                 self.outputs.display.preview(module.step, self.outputs.preview(module.evaluated, 1)[0])
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {name: value for name, value in row.items() if name != "step"}, step=module.step
-            )
+            logger.log_metrics({name: value for name, value in row.items() if name != "step"}, step=module.step)
 
     def _validate(self, trainer: L.Trainer, module: DiffusionModule) -> Bound:
         """The bound of the averaged weights over the fixed subset, summed over all processes."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from blockdiff.training.durable import HashingFile, TEMPORARY, sha256_of, write_durably, write_text_durably
+from blockdiff.training.durable import TEMPORARY, HashingFile, sha256_of, write_durably, write_text_durably
 
 PREFIX = "denoiser."
 FORMAT = 1
@@ -153,9 +153,7 @@ def prune(directory: Path, keep_last: int, keep_every: int, keep: Iterable[Path]
     """
     finished = [path for path in list_checkpoints(directory) if manifest_path(path).exists()]
     kept = set(finished[-keep_last:]) | set(keep)
-    removed = [
-        p for p in finished if p not in kept and not (keep_every and (step_of(p) or 0) % keep_every == 0)
-    ]
+    removed = [p for p in finished if p not in kept and not (keep_every and (step_of(p) or 0) % keep_every == 0)]
     for path in removed:
         # Renamed first: a kill between the two removals leaves nothing that looks like a broken checkpoint.
         doomed = path.rename(path.with_name(TEMPORARY + path.name))

@@ -62,7 +62,11 @@ def write_durably(path: Path, write: Callable[[HashingFile], None]) -> HashingFi
 
 def write_text_durably(path: Path, text: str) -> None:
     """`write_durably` of UTF-8 text."""
-    write_durably(path, lambda file: file.write(text.encode()) and None)
+
+    def write(file: HashingFile) -> None:
+        file.write(text.encode())
+
+    write_durably(path, write)
 
 
 def force_directory(directory: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from blockdiff.training.durable import write_text_durably
@@ -54,7 +54,7 @@ class MetricsTable:
         """Ends the table."""
         self._file.close()
 
-    def _lines(self, rows: list[Row]) -> str:
+    def _lines(self, rows: Sequence[Row]) -> str:
         text = io.StringIO()
         csv.DictWriter(text, self.columns, lineterminator="\n").writerows(map(_cells, rows))
         return text.getvalue()
@@ -70,9 +70,7 @@ def read_rows(directory: Path) -> list[dict[str, float]]:
     try:
         return [_numbers(row) for row in csv.DictReader(whole)]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no table of metrics ({error}); move it away, the run writes a new one"
-        ) from None
+        raise ValueError(f"{path} is no table of metrics ({error}); move it away, the run writes a new one") from None
 
 
 def _cells(row: Row) -> dict[str, float]:

@@ -20,9 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
 from blockdiff.model.denoiser import Denoiser
+from blockdiff.training.config import OptimizerConfig
 from blockdiff.training.ema import averaged_copy, update_average
 from blockdiff.training.meter import Meter
-from blockdiff.training.optimizer import OptimizerConfig, build_optimizer, lr_ratio
+from blockdiff.training.optimizer import build_optimizer, lr_ratio
 
 if TYPE_CHECKING:
     from blockdiff.data.loader import Batch

@@ -26,9 +26,7 @@ class MuonWithAdamW(Optimizer):
         weight_decay: float,
         momentum: float,
     ) -> None:
-        self.muon = Muon(
-            matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-        )
+        self.muon = Muon(matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         self.adamw = adamw
         super().__init__(chain(matrices, *(group["params"] for group in adamw.param_groups)), {"lr": lr})
         self._share_groups()
@@ -38,7 +36,7 @@ class MuonWithAdamW(Optimizer):
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates the closure once, then updates all weights."""
         loss = None
         if closure is not None:

@@ -4,80 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from blockdiff.training.config import LearningRate, OptimizerConfig, OptimizerName
 from blockdiff.training.muon import MuonWithAdamW
-
-
-class OptimizerName(Enum):
-    adamw = "adamw"
-    muon = "muon"
-
-
-class LearningRate(Enum):
-    cosine = "cosine"
-    wsd = "wsd"
-    constant = "constant"
-
-
-@dataclass
-class OptimizerConfig:
-    """How weights are updated.
-
-    Attributes:
-        name: ``adamw``, or ``muon`` for the matrices of the layers with AdamW for embedding, head and norms.
-        lr: peak learning rate. Muon's updates are scaled to AdamW's size, so one value serves both.
-        warmup_steps: steps of linear warm-up from 0.
-        schedule: after the warm-up: ``cosine`` down to the floor, ``wsd`` (stay, then fall linearly to the
-            floor at the end) or ``constant``.
-        decay_steps: how many steps the fall takes. None: cosine falls from the warm-up to max_steps, wsd over
-            the last fifth of max_steps.
-        min_lr_ratio: the floor, as a share of lr.
-        weight_decay: decoupled, on matrices only.
-        betas: AdamW's decay rates of the two moments.
-        eps: AdamW's.
-        momentum: Muon's.
-        grad_clip: largest norm of the whole gradient; 0 does not clip.
-        ema_decay: of the averaged weights that validation, sampling and export use; it warms up as (1 + step)
-            / (10 + step). 0 keeps no average.
-    """
-
-    name: OptimizerName = OptimizerName.adamw
-    lr: float = 1e-3
-    warmup_steps: int = 100
-    schedule: LearningRate = LearningRate.cosine
-    decay_steps: int | None = None
-    min_lr_ratio: float = 0.1
-    weight_decay: float = 0.1
-    betas: list[float] | tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.95
-    grad_clip: float = 1.0
-    ema_decay: float = 0.9999
-
-    def check(self) -> None:
-        """Raises a ValueError that names key, value and rule."""
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"optimizer.lr={self.lr} must be a positive number")
-        for key in ("warmup_steps", "weight_decay", "grad_clip"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"optimizer.{key}={getattr(self, key)} must be at least 0")
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ValueError(f"optimizer.decay_steps={self.decay_steps} must be at least 1, or null")
-        for key in ("min_lr_ratio", "ema_decay", "momentum"):
-            value = getattr(self, key)
-            if not 0 <= value <= 1 or (value == 1 and key != "min_lr_ratio"):
-                raise ValueError(f"optimizer.{key}={value} must lie in [0, 1)")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), such as [0.9, 0.95]"
-            )
-        if not self.eps > 0:
-            raise ValueError(f"optimizer.eps={self.eps} must be positive")
 
 
 def lr_ratio(step: int, config: OptimizerConfig, max_steps: int) -> float:
@@ -101,8 +33,7 @@ def lr_ratio(step: int, config: OptimizerConfig, max_steps: int) -> float:
 def same_history(steps: int, config: OptimizerConfig, max_steps: int, other_max_steps: int) -> bool:
     """Whether two lengths of a run give its first `steps` updates and the next one the same learning rates."""
     return all(
-        lr_ratio(step, config, max_steps) == lr_ratio(step, config, other_max_steps)
-        for step in range(steps + 1)
+        lr_ratio(step, config, max_steps) == lr_ratio(step, config, other_max_steps) for step in range(steps + 1)
     )
 
 

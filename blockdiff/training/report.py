@@ -109,24 +109,14 @@ def peak_memory() -> int:
 
 def summary_table(summary: Summary) -> Table:
     """The summary as a table for the terminal."""
-    state = (
-        "finished"
-        if summary.finished
-        else f"stopped by {summary.signal.name if summary.signal else 'request'}"
-    )
-    table = Table(
-        title=f"{summary.name}: {state} at step {summary.step}/{summary.max_steps}", title_justify="left"
-    )
+    state = "finished" if summary.finished else f"stopped by {summary.signal.name if summary.signal else 'request'}"
+    table = Table(title=f"{summary.name}: {state} at step {summary.step}/{summary.max_steps}", title_justify="left")
     table.add_column("")
     table.add_column("value", overflow="fold")
     if summary.train is not None:
         label = "train, nats per token" if summary.train_is_bound else "train loss (clipped noise, no bound)"
         table.add_row(label, f"{summary.train:.4f}")
-    if (
-        summary.val_nelbo is not None
-        and summary.val_nelbo_se is not None
-        and summary.val_bits_per_byte is not None
-    ):
+    if summary.val_nelbo is not None and summary.val_nelbo_se is not None and summary.val_bits_per_byte is not None:
         table.add_row("val bound, nats per token", f"{summary.val_nelbo:.4f} ± {summary.val_nelbo_se:.4f}")
         perplexity = math.exp(min(summary.val_nelbo, 700))
         table.add_row("val perplexity bound", f"{perplexity:.2f} ± {perplexity * summary.val_nelbo_se:.2f}")

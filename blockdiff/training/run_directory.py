@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from blockdiff.records import difference
 from blockdiff.training.checkpoints import Newest, list_checkpoints, newest_valid, read_manifest
-from blockdiff.training.durable import write_text_durably
+from blockdiff.training.config import Resume
 
 CONFIG_NAME = "config.yaml"
 
@@ -33,69 +29,20 @@ MAY_CHANGE = (
 taken. `trainer.max_steps` is bound by a rule of its own: the learning rates of these steps must stay the
 same."""
 
-
-class Resume(Enum):
-    auto = "auto"
-    never = "never"
-    must = "must"
-
-
-def config_tree(config: Any) -> Any:
-    """A config of dataclasses and enums as plain dictionaries, lists, strings and numbers."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {f.name: config_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    if isinstance(config, Enum):
-        return config.value
-    if isinstance(config, Mapping):
-        return {key: config_tree(value) for key, value in config.items()}
-    if isinstance(config, list | tuple):
-        return [config_tree(value) for value in config]
-    return config
+MAX_STEPS_HINT = (
+    "\n(another max_steps changes the learning rates of the steps already taken; with optimizer.schedule=constant, or wsd "
+    "before its decay, a run can be prolonged)"
+)
 
 
-def write_config(directory: Path, tree: dict[str, Any]) -> None:
-    """Writes `config.yaml`."""
-    write_text_durably(directory / CONFIG_NAME, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """Reads `config.yaml`.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
-    path = directory / CONFIG_NAME
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{directory} is no run directory: it has no {CONFIG_NAME}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} is damaged: it holds no keys")
-    return tree
-
-
-def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Keys, as dotted paths, whose values differ; a missing one counts as the text ``(none)``."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found: dict[str, tuple[Any, Any]] = {}
-        for name in dict.fromkeys([*old, *new]):
-            path = f"{key}.{name}" if key else str(name)
-            found |= differences(old.get(name, "(none)"), new.get(name, "(none)"), path)
-        return found
-    return {} if old == new else {key: (old, new)}
-
-
-def check_same_run(
-    directory: Path, tree: dict[str, Any], same_learning_rates: Callable[[dict], bool]
-) -> list[str]:
+def check_same_run(directory: Path, old: dict[str, Any], new: dict[str, Any], same_learning_rates: bool) -> list[str]:
     """Compares a config with that of the run in the directory.
 
     Args:
         directory: of a run with checkpoints.
-        tree: the config of this launch.
-        same_learning_rates: whether the steps already taken had the same learning rates under the old config.
+        old: the config that it was launched with last, as plain data.
+        new: the config of this launch.
+        same_learning_rates: whether both lengths of the run give the steps already taken the same learning rates.
 
     Returns:
         The harmless changes, one line each.
@@ -103,28 +50,18 @@ def check_same_run(
     Raises:
         ValueError: the run in the directory is another one; prints the difference.
     """
-    old = read_config(directory)
-    changed = differences(old, tree)
-    harmless = {key for key in changed if any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)}
-    if "trainer.max_steps" in changed and not same_learning_rates(old):
+    lines = {key: f"  {key}: {before} -> {now}" for key, before, now in difference(old, new)}
+    harmless = {key for key in lines if any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)}
+    prolonged_in_vain = "trainer.max_steps" in lines and not same_learning_rates
+    if prolonged_in_vain:
         harmless.discard("trainer.max_steps")
-    lines = {key: f"  {key}: {before} -> {now}" for key, (before, now) in changed.items()}
     if fatal := [line for key, line in lines.items() if key not in harmless]:
         raise ValueError(
             f"{directory} holds a run with another config:\n" + "\n".join(fatal) + "\n"
             "choose another name=..., restore these values, or move the directory away"
-            + _max_steps_hint("trainer.max_steps" in changed and "trainer.max_steps" not in harmless)
+            + (MAX_STEPS_HINT if prolonged_in_vain else "")
         )
-    return [lines[key] for key in changed]
-
-
-def _max_steps_hint(wanted: bool) -> str:
-    if not wanted:
-        return ""
-    return (
-        "\n(another max_steps changes the learning rates of the steps already taken; with optimizer.schedule=constant, "
-        "or wsd before its decay, a run can be prolonged)"
-    )
+    return list(lines.values())
 
 
 def choose_checkpoint(directory: Path, resume: Resume) -> Newest:

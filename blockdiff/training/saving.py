@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from blockdiff.training.checkpoints import checkpoint_path, open_checkpoint, prune, save_checkpoint
-from blockdiff.training.trainer import OnCheckpointError, TrainerConfig
+from blockdiff.training.config import OnCheckpointError, TrainerConfig
 
 
 class CheckpointWriteError(OSError):
@@ -28,9 +28,7 @@ class DurableCheckpointIO(CheckpointIO):
         self.facts = facts
         self.failure: OSError | None = None
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         try:
             save_checkpoint(checkpoint, Path(path), self.facts)
         except OSError as error:
@@ -49,9 +47,7 @@ class DurableCheckpointIO(CheckpointIO):
 class Saver:
     """Saves the run's state at a step border."""
 
-    def __init__(
-        self, directory: Path, config: TrainerConfig, io: DurableCheckpointIO, last_good: Path | None
-    ) -> None:
+    def __init__(self, directory: Path, config: TrainerConfig, io: DurableCheckpointIO, last_good: Path | None) -> None:
         """Args: the run directory, what to keep, the file door, and the checkpoint that the run goes on from."""
         self.directory, self.config, self.io = directory, config, io
         self.last_good = last_good
@@ -76,7 +72,9 @@ class Saver:
             if trainer.is_global_zero:
                 prune(self.directory, self.config.keep_last, self.config.keep_every)
             return None
-        message = f"the checkpoint of step {step} could not be written ({failure}); {describe_last_good(self.last_good)}"
+        message = (
+            f"the checkpoint of step {step} could not be written ({failure}); {describe_last_good(self.last_good)}"
+        )
         if self.config.on_checkpoint_error is OnCheckpointError.stop:
             raise CheckpointWriteError(
                 message

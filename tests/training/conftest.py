@@ -16,10 +16,7 @@ from blockdiff.data.prepare import DataConfig
 from blockdiff.data.sources import Source
 from blockdiff.data.tokenizer import TokenizerKind
 from blockdiff.model.denoiser import ModelConfig
-from blockdiff.training.loggers import LoggerConfig
-from blockdiff.training.optimizer import OptimizerConfig
-from blockdiff.training.run_directory import Resume
-from blockdiff.training.trainer import TrainerConfig
+from blockdiff.training.config import LoggerConfig, OptimizerConfig, Resume, TrainerConfig
 
 
 @dataclass

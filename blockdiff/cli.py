@@ -1,0 +1,107 @@
+"""`blockdiff VERB key=value …`: each verb is a Hydra application over the YAML files of `conf/`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+USAGE = """usage: blockdiff VERB [key=value ...]
+
+  train      train a model:                blockdiff train name=first block_size=8
+  sample     write text with it:           blockdiff sample checkpoint=checkpoints/first prompt="def "
+  evaluate   its likelihood bound:         blockdiff evaluate checkpoint=checkpoints/first
+  prepare    tokenise a corpus beforehand: blockdiff prepare data=text data.files=book.txt
+
+Every verb is a Hydra application: `blockdiff VERB --help` lists its keys, `--cfg job` prints the composed config,
+`-m block_size=4,8,16` runs it several times.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit status (2: bad input, said on standard error without a traceback)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    verb, *rest = arguments
+    from blockdiff.config import VERBS
+    from blockdiff.records import did_you_mean
+
+    if verb not in VERBS:
+        return _refuse(f"unknown verb {verb}{did_you_mean(verb, list(VERBS))}; verbs: {', '.join(VERBS)}")
+    try:
+        return _run(verb, rest)
+    except ValueError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        return _refuse(str(error))
+
+
+def _refuse(message: str) -> int:
+    print(f"blockdiff: {message}", file=sys.stderr)
+    return 2
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    from blockdiff.composition import load_config
+
+    if any(argument.startswith("-") for argument in arguments):
+        return _run_hydra(verb, arguments)
+    return _VERBS[verb](load_config(verb, arguments))
+
+
+def _run_hydra(verb: str, arguments: list[str]) -> int:
+    """Hydra's own command line: --help, --cfg, --multirun, --config-dir and the like."""
+    import hydra
+    from omegaconf import DictConfig
+
+    from blockdiff.composition import CONF, register, to_config
+
+    register()
+    status = 0
+
+    @hydra.main(config_path=str(CONF), config_name=verb, version_base="1.3")
+    def application(composed: DictConfig) -> None:
+        nonlocal status
+        status = max(status, _VERBS[verb](to_config(verb, composed)))
+
+    saved, sys.argv = sys.argv, [f"blockdiff {verb}", *arguments]
+    try:
+        application()
+    finally:
+        sys.argv = saved
+    return status
+
+
+def _train(config: Any) -> int:
+    from blockdiff.build import run_training
+
+    return run_training(config).exit_code
+
+
+def _prepare(config: Any) -> int:
+    from blockdiff.build import run_prepare
+
+    return run_prepare(config)
+
+
+def _sample(config: Any) -> int:
+    from blockdiff.build import run_sample
+
+    return run_sample(config)
+
+
+def _evaluate(config: Any) -> int:
+    from blockdiff.build import run_evaluate
+
+    return run_evaluate(config)
+
+
+_VERBS: dict[str, Callable[[Any], int]] = {
+    "train": _train,
+    "sample": _sample,
+    "evaluate": _evaluate,
+    "prepare": _prepare,
+}
