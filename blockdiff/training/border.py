@@ -211,6 +211,6 @@ class StepBorder(L.Callback):
 
     def _fail(self, what: str) -> None:
         raise NonFiniteError(
-            f"{what}. Nothing was overwritten: {describe_last_good(self.saver.last_good)}. Lower optimizer.lr, lengthen "
-            "optimizer.warmup_steps or lower optimizer.grad_clip, under another name=..."
+            f"{what}. Nothing was overwritten: {describe_last_good(self.saver.last_good)}. Lower optimizer.lr, "
+            "lengthen optimizer.warmup_steps or lower optimizer.grad_clip, under another name=..."
         )

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, facts: dict[str, Any
 
     def write(file: HashingFile) -> None:
         try:
-            torch.save(checkpoint, file)
+            torch.save(checkpoint, cast("IO[bytes]", file))
         except RuntimeError as error:  # torch's writer hides the reason when the disk is full
             raise OSError(f"{path}: {error}") from error
 

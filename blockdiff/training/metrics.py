@@ -39,7 +39,7 @@ class MetricsTable:
         text = ",".join(self.columns) + "\n" + self._lines(kept)
         if not self.path.exists() or self.path.read_text(encoding="utf-8") != text:
             write_text_durably(self.path, text)
-        self._file = open(self.path, "a", encoding="utf-8", newline="")
+        self._file = open(self.path, "a", encoding="utf-8", newline="")  # noqa: SIM115 - closed by `close`
 
     def append(self, row: Row) -> None:
         """Adds a row; columns that it lacks stay empty. It is handed to the operating system whole."""

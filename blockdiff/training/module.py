@@ -46,7 +46,7 @@ class DiffusionModule(L.LightningModule):
         max_steps: int,
         start_step: int = 0,
     ) -> None:
-        """Args: the network and what its steps depend on; `start_step` counts the steps of the checkpoint resumed from."""
+        """Args: the network and what its steps depend on; `start_step` is the step of the checkpoint resumed from."""
         super().__init__()
         noise.check()
         optimizer.check()

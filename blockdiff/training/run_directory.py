@@ -30,8 +30,8 @@ taken. `trainer.max_steps` is bound by a rule of its own: the learning rates of 
 same."""
 
 MAX_STEPS_HINT = (
-    "\n(another max_steps changes the learning rates of the steps already taken; with optimizer.schedule=constant, or wsd "
-    "before its decay, a run can be prolonged)"
+    "\n(another max_steps changes the learning rates of the steps already taken; with optimizer.schedule=constant, or "
+    "wsd before its decay, a run can be prolonged)"
 )
 
 

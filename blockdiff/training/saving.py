@@ -26,13 +26,18 @@ class DurableCheckpointIO(CheckpointIO):
     def __init__(self, facts: dict[str, Any]) -> None:
         """Args: what manifests say beside step, sizes and hashes."""
         self.facts = facts
-        self.failure: OSError | None = None
+        self._failure: OSError | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         try:
             save_checkpoint(checkpoint, Path(path), self.facts)
         except OSError as error:
-            self.failure = error
+            self._failure = error
+
+    def take_failure(self) -> str | None:
+        """Why the last save failed, once; None if it did not."""
+        failure, self._failure = self._failure, None
+        return None if failure is None else str(failure)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -64,9 +69,8 @@ class Saver:
         path = checkpoint_path(self.directory, step)
         if path == self.last_good:
             return None
-        self.io.failure = None
         trainer.save_checkpoint(path, weights_only=False)
-        failure = trainer.strategy.broadcast(None if self.io.failure is None else str(self.io.failure))
+        failure = trainer.strategy.broadcast(self.io.take_failure())
         if failure is None:
             self.last_good = path
             if trainer.is_global_zero:
