@@ -78,7 +78,7 @@ def _run_hydra(verb: str, arguments: list[str]) -> int:
 def _train(config: Any) -> int:
     from blockdiff.build import run_training
 
-    return run_training(config)
+    return run_training(config).exit_code
 
 
 def _prepare(config: Any) -> int:
