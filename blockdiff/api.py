@@ -19,7 +19,6 @@ from blockdiff.model.denoiser import Denoiser
 from blockdiff.records import from_plain, read_yaml
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.sampling.generation import generate, stream
-from blockdiff.sampling.infill import parse_prompt
 from blockdiff.sampling.report import Generation
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import BlockEvent

@@ -76,25 +76,25 @@ def _run_hydra(verb: str, arguments: list[str]) -> int:
 
 
 def _train(config: Any) -> int:
-    from blockdiff.build import run_training
+    from blockdiff.commands import run_train
 
-    return run_training(config).exit_code
+    return run_train(config)
 
 
 def _prepare(config: Any) -> int:
-    from blockdiff.build import run_prepare
+    from blockdiff.commands import run_prepare
 
     return run_prepare(config)
 
 
 def _sample(config: Any) -> int:
-    from blockdiff.build import run_sample
+    from blockdiff.sample_command import run_sample
 
     return run_sample(config)
 
 
 def _evaluate(config: Any) -> int:
-    from blockdiff.build import run_evaluate
+    from blockdiff.commands import run_evaluate
 
     return run_evaluate(config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from blockdiff.api import LanguageModel, load
-from blockdiff.config import EvaluateConfig, PrepareConfig
+from blockdiff.build import run_training
+from blockdiff.config import EvaluateConfig, PrepareConfig, TrainConfig
 from blockdiff.core.blocks import check_block_size
 from blockdiff.core.bound import Bound
 from blockdiff.data.files import expand_files, text_chunks
@@ -18,7 +20,33 @@ from blockdiff.data.loader import val_loader
 from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import prepare
 from blockdiff.data.statistics import describe
+from blockdiff.data.tokenizer import Tokenizer
 from blockdiff.evaluation.likelihood import score_batches
+from blockdiff.model.denoiser import Denoiser
+from blockdiff.sampling.generation import generate
+
+
+def run_train(config: TrainConfig) -> int:
+    """Trains; returns 0, or 128 + the signal's number where one stopped the run before its last step."""
+    summary = run_training(config, make_preview=lambda tokenizer: _preview(config, tokenizer))
+    return 0 if summary.signal is None else 128 + summary.signal
+
+
+def _preview(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[Denoiser, int], list[str]]:
+    """Draws texts from nothing with the run's sampler settings."""
+
+    def draw(denoiser: Denoiser, count: int) -> list[str]:
+        generations, _ = generate(
+            denoiser,
+            [[] for _ in range(count)],
+            config.sampler,
+            block_size=config.block_size,
+            seq_len=config.seq_len,
+            tokenizer=tokenizer,
+        )
+        return [generation.text for generation in generations]
+
+    return draw
 
 
 def run_prepare(config: PrepareConfig) -> int:
