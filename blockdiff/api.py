@@ -47,7 +47,7 @@ class LanguageModel:
     def generate(
         self,
         prompts: str | Sequence[str],
-        max_new_tokens: int | None = 256,
+        max_new_tokens: int | None = None,
         block_size: int | None = None,
         rule: str = "confidence",
         threshold: float = 0.9,

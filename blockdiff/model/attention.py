@@ -79,8 +79,8 @@ def resolve_backend(backend: Backend, device: torch.device) -> Backend:
         return Backend.flex if device.type == "cuda" else Backend.sdpa
     if backend is Backend.flash:
         raise ValueError(
-            "model.attention=flash serves cached sampling only: its kernel takes no dual-stream mask; use auto, sdpa or "
-            "flex"
+            "model.attention=flash serves cached sampling only: its kernel takes no dual-stream mask; use auto, sdpa "
+            "or flex"
         )
     return backend
 
