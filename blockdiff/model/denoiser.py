@@ -75,14 +75,13 @@ class ModelConfig:
             if value is not None and value < 1:
                 raise ValueError(f"model.{key}={value} must be at least 1")
         if self.head_dim is None and self.width % self.heads:
-            raise ValueError(
-                f"model.heads={self.heads} must divide model.width={self.width}, or set model.head_dim"
-            )
+            raise ValueError(f"model.heads={self.heads} must divide model.width={self.width}, or set model.head_dim")
         if self.dim_per_head % 2:
             raise ValueError(f"model.head_dim={self.dim_per_head} must be even: rotary positions turn pairs")
         if self.heads % self.key_value_heads:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: query heads share key-value heads"
+                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: query heads share key-value "
+                "heads"
             )
         if self.attention is Backend.flash:
             resolve_backend(self.attention, torch.device("cpu"))

@@ -77,9 +77,7 @@ class AttentionProjections(nn.Module):
         self.query_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.key_norm = RMSNorm(head_dim, eps) if qk_norm else None
 
-    def project(
-        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, queries: slice
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, queries: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, H, Tq, E) of the tokens in `queries`; rotated keys and values (B, h, T, E) of all."""
         tokens = x_BTD.shape[1]
         if range(tokens)[queries] == range(tokens):
@@ -133,9 +131,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width, eps)
-        self.attention = AttentionProjections(
-            width, heads, kv_heads, head_dim, bias=bias, qk_norm=qk_norm, eps=eps
-        )
+        self.attention = AttentionProjections(width, heads, kv_heads, head_dim, bias=bias, qk_norm=qk_norm, eps=eps)
         self.mlp_norm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, mlp_width)
 

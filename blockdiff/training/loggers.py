@@ -1,0 +1,32 @@
+"""Where metrics go beside metrics.csv, which is always written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from blockdiff.training.config import LoggerConfig, LoggerName
+
+
+def build_loggers(config: LoggerConfig, directory: Path, start_step: int) -> list[Logger]:
+    """Loggers of a run; a resumed run goes on in the same curves."""
+    name = directory.name
+    match config.name:
+        case LoggerName.csv:
+            return []
+        case LoggerName.wandb:
+            return [
+                WandbLogger(
+                    name=name,
+                    id=name,
+                    resume="allow",
+                    project=config.project,
+                    entity=config.entity,
+                    offline=config.offline,
+                    save_dir=directory,
+                )
+            ]
+        case LoggerName.tensorboard:
+            # Events behind the resumed step are of steps that are taken again.
+            return [TensorBoardLogger(directory, "tensorboard", version="", purge_step=start_step + 1)]

@@ -1,0 +1,133 @@
+"""The Lightning module: one step of training, as a page to read.
+
+Legend: B batch, K noisy views, L seq_len, M masked positions.
+
+A launch always looks like a fresh fit to Lightning, whose loop counters are not kept: the data order, the
+noise and the learning rate are functions of the step alone, and the step is `start_step` + the steps since
+launch. That is what lets a run go on with another number of devices or another micro-batch, where Lightning's
+counters of batches would lie.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
+from blockdiff.model.denoiser import Denoiser
+from blockdiff.training.config import OptimizerConfig
+from blockdiff.training.ema import averaged_copy, update_average
+from blockdiff.training.meter import Meter
+from blockdiff.training.optimizer import build_optimizer, lr_ratio
+
+if TYPE_CHECKING:
+    from blockdiff.data.loader import Batch
+
+AVERAGE = "average."
+
+
+class DiffusionModule(L.LightningModule):
+    """A denoiser in training, and the average of its weights."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        *,
+        noise: NoiseConfig,
+        optimizer: OptimizerConfig,
+        block_size: int,
+        seed: int,
+        global_batch_size: int,
+        max_steps: int,
+        start_step: int = 0,
+    ) -> None:
+        """Args: the network and what its steps depend on; `start_step` is the step of the checkpoint resumed from."""
+        super().__init__()
+        noise.check()
+        optimizer.check()
+        self.denoiser = denoiser
+        self.average = averaged_copy(denoiser) if optimizer.ema_decay else None
+        self.noise, self.optimizer_config = noise, optimizer
+        self.block_size, self.seed, self.global_batch_size = block_size, seed, global_batch_size
+        self.max_steps, self.start_step = max_steps, start_step
+        self.meter = Meter(torch.device("cpu"))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished since the run began, over all launches."""
+        return self.start_step + self.trainer.global_step
+
+    @property
+    def evaluated(self) -> Denoiser:
+        """The network that is validated and sampled from: the averaged weights, where there are any."""
+        return self.denoiser if self.average is None else self.average
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of one micro-batch: Σ weight · −log p / counted tokens of the global batch, in nats per token."""
+        step, views = self.step, self.noise.views
+        noised = corrupt(
+            batch.tokens_BL,
+            batch.counted_BL,
+            block_size=self.block_size,
+            mask_id=self.denoiser.mask_id,
+            noise=self.noise,
+            key=NoiseKey(self.seed, step, batch.slot_B, self.global_batch_size),
+        )
+        chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
+        nats, _ = self.denoiser.weighted_nll(
+            noised.xt_BKL,
+            batch.tokens_BL,
+            self.denoiser.plan(batch.document_BL, self.block_size, views),
+            chosen_M,
+            noised.weight_BKL.flatten()[chosen_M],
+        )
+        self.meter.add(nats / views, batch.counted_BL.sum(), step, batch.sample_B)
+        # Lightning divides by the accumulated micro-batches, and data parallelism takes the mean over processes. The
+        # global count has done both, so both are undone: the gradient is that of the global batch, however it is split.
+        parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return nats / (batch.global_count * views) * parts
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = build_optimizer(self.denoiser, self.optimizer_config)
+        schedule = LambdaLR(optimizer, lambda step: lr_ratio(step, self.optimizer_config, self.max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last finished step."""
+        ratio = lr_ratio(max(self.step - 1, 0), self.optimizer_config, self.max_steps)
+        return self.optimizer_config.lr * ratio
+
+    def finish_step(self) -> None:
+        """Follows each optimizer step: updates the average."""
+        if self.average is not None:
+            update_average(self.average, self.denoiser, self.step - 1, self.optimizer_config.ema_decay)
+
+    def on_fit_start(self) -> None:
+        kept = self.meter.sums_2
+        self.meter = Meter(self.device)
+        if self.trainer.is_global_zero:
+            self.meter.sums_2 += kept.to(self.device)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Replaces Lightning's loop counters by the step, and puts the averaged weights under ``ema``."""
+        checkpoint.pop("loops")
+        checkpoint["global_step"] = self.step
+        # Steps since the last row belong to the next one, so their sums are part of the state.
+        checkpoint["meter"] = self.trainer.strategy.reduce(self.meter.sums_2.clone(), reduce_op="sum").cpu()
+        weights = checkpoint["state_dict"]
+        names = [name for name in weights if name.startswith(AVERAGE)]
+        if names:
+            checkpoint["ema"] = {name.removeprefix(AVERAGE): weights.pop(name) for name in names}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Undoes `on_save_checkpoint`. Lightning then loads weights strictly: a mismatch names the tensors."""
+        assert checkpoint["global_step"] == self.start_step, "the run was assembled for another checkpoint"
+        self.meter.sums_2 = checkpoint["meter"]
+        for name, weight in checkpoint.get("ema", {}).items():
+            checkpoint["state_dict"][AVERAGE + name] = weight
