@@ -38,6 +38,7 @@ def run(
     logit_rule: LogitRule | None = None,
     on_step: Callable[[StepEvent], None] | None = None,
     progress: Callable[[BlockEvent], None] | None = None,
+    text_by_block: bool = False,
 ) -> Run:
     """Makes a text of each prompt.
 
@@ -55,12 +56,24 @@ def run(
         logit_rule: the caller's own rule on logits.
         on_step: called after each step.
         progress: called after each block of each row.
+        text_by_block: decode after each block, so that `progress` sees the text grow; else at the end.
 
     Raises:
         ValueError: before any work, if the config or a prompt breaks a rule.
     """
     began = time.perf_counter()
-    batch = _batch(denoiser, prompts, config, block_size, seq_len, tokenizer, eos_id, logit_rule, on_step)
+    batch = _batch(
+        denoiser,
+        prompts,
+        config,
+        block_size,
+        seq_len,
+        tokenizer,
+        eos_id,
+        logit_rule,
+        on_step,
+        text_by_block=text_by_block,
+    )
     done: dict[int, Generation] = {}
     while not batch.idle:
         for event in batch.advance():
