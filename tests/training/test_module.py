@@ -23,9 +23,7 @@ def test_first_loss_is_the_weighted_nll_per_counted_token(make_config: Make, cha
     config = make_config(trainer__max_steps=1, trainer__precision="64-true", data__micro_batch_size=2, **changes)
     summary = run(config)
     prepared = prepare(config.data)
-    batches = TrainBatches(
-        pack(config, prepared, "train"), seed=config.seed, global_batch_size=4, micro_batch_size=4
-    )
+    batches = TrainBatches(pack(config, prepared, "train"), seed=config.seed, global_batch_size=4, micro_batch_size=4)
     batch = batches[0]
     denoiser = build_denoiser(config, prepared.tokenizer.vocab_size).double()
     noised = corrupt(
