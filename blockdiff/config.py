@@ -1,4 +1,5 @@
-"""The whole of a command's config as plain dataclasses, checked across its parts. Imports neither Hydra nor OmegaConf."""
+"""The whole of a command's config as plain dataclasses, checked across its parts. Imports neither Hydra nor
+OmegaConf."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blockdiff.core.blocks import check_block_size
+from blockdiff.core.bound import EVALUATION_SEED
 from blockdiff.core.corruption import NoiseConfig
 from blockdiff.data.prepare import DataConfig
 from blockdiff.model.denoiser import ModelConfig
@@ -22,7 +24,8 @@ class TrainConfig:
         seed: of weights, data order and noise.
         block_size: S, tokens that are denoised in parallel; divides seq_len.
         seq_len: L, context length in tokens.
-        resume: ``auto`` goes on where a run of this name and config stands, ``must`` insists on one, ``never`` starts anew.
+        resume: ``auto`` goes on where a run of this name and config stands, ``must`` insists on one, ``never``
+            starts anew.
         run_root: directory of the run directories.
     """
 
@@ -91,7 +94,7 @@ class EvaluateConfig:
     views: int = 4
     max_samples: int | None = None
     micro_batch_size: int = 16
-    seed: int = 0
+    seed: int = EVALUATION_SEED
     files: Any = field(default_factory=list)
     allow_untrained_block_size: bool = False
     output: str | None = None

@@ -58,11 +58,7 @@ def hash_counters(*counters: int | Tensor) -> Tensor:
     word: int | Tensor = 0
     for counter in counters:
         if isinstance(word, Tensor) or isinstance(counter, Tensor):
-            part = (
-                mix(counter.to(torch.int64) + _signed(_GAMMA))
-                if isinstance(counter, Tensor)
-                else _mix_int(counter)
-            )
+            part = mix(counter.to(torch.int64) + _signed(_GAMMA)) if isinstance(counter, Tensor) else _mix_int(counter)
             left = word + _signed(_GAMMA) if isinstance(word, Tensor) else _signed(word + _GAMMA)
             word = mix(left ^ part)  # type: ignore[arg-type]
         else:
@@ -107,7 +103,8 @@ def permute_index(index: Tensor, size: int, key: int) -> Tensor:
     A four-round Feistel network on the smallest even number of bits that holds ``size``, with cycle walking (Black and
     Rogaway, "Ciphers with arbitrary finite domains", 2002): an image outside the range is enciphered again. The domain
     is less than four times the range, so few rounds of walking are needed, and each ends. A Feistel network on few bits
-    favours some images; a rotation by a uniform offset follows, so that over keys each index goes everywhere equally often.
+    favours some images; a rotation by a uniform offset follows, so that over keys each index goes everywhere equally
+    often.
 
     Args:
         index: int64, any shape, values in [0, size).

@@ -51,12 +51,15 @@ def split_by_digest(key: bytes, val_fraction: float) -> Split:
 
 def lines_in(chunks: Iterable[str]) -> Iterator[str]:
     """The lines of a text that comes in chunks, without their ends (LF or CRLF); blank ones too."""
-    rest = ""
+    parts: list[str] = []
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split("\n")
-        yield from (line.removesuffix("\r") for line in whole)
-    if rest:
-        yield rest.removesuffix("\r")
+        first, *others = chunk.split("\n")
+        parts.append(first)
+        for line in others:
+            yield "".join(parts).removesuffix("\r")
+            parts = [line]
+    if last := "".join(parts):
+        yield last.removesuffix("\r")
 
 
 def paragraphs_in(chunks: Iterable[str]) -> Iterator[str]:

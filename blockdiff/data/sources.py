@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}
 
+_BY_CONTENT = "by a hash of the document"
+
 # A document's text comes in chunks, which are read before the next document is asked for.
 SplitDocument = tuple[Split, Iterable[str]]
 
@@ -158,23 +160,21 @@ def _text_corpus(config: DataConfig) -> Corpus:
                 for text in _documents_of(path, kind, config.text_column):
                     yield split_by_digest(digest(text), config.val_fraction), [text]
 
-    rule = (
-        f"the last {config.val_fraction:g} of each file, cut at a line end"
-        if cut
-        else "by a hash of the document"
-    )
+    has_rows = any(format_of(path) in ROW_FORMATS for path in paths)
+    contents = [[fact.sha256, kind.value] for fact, kind in zip(facts, kinds, strict=True)]
+    column = {"text_column": config.text_column} if has_rows else {}
     return Corpus(
         name=config.name or stem_of(paths[0]),
-        settings=_settings(
-            config, files=[[f.sha256, k.value] for f, k in zip(facts, kinds, strict=True)], cut=cut
-        ),
-        split_rule=rule,
+        settings=_settings(config, files=contents, cut=cut, **column),
+        split_rule=_rule_of_cut(config) if cut else _BY_CONTENT,
         documents=lambda: islice(documents(), config.max_documents),
         files=facts,
-        bytes=None
-        if any(format_of(path) in ROW_FORMATS for path in paths)
-        else sum(f.text_bytes for f in facts),
+        bytes=None if has_rows else sum(fact.text_bytes for fact in facts),
     )
+
+
+def _rule_of_cut(config: DataConfig) -> str:
+    return f"the last {config.val_fraction:g} of each text, cut at a line end"
 
 
 def _kind(path: Path, document: Document) -> Document:
@@ -203,20 +203,25 @@ def _joined_rows(path: Path, column: str) -> Iterator[str]:
 def _hub_corpus(config: DataConfig) -> Corpus:
     place = hub.find(config)
     kind = Document.row if config.document is Document.auto else config.document
-    rule = f"the data set's own split {place.val_split!r}" if place.val_split else "by a hash of the document"
+    if place.val_split:
+        rule = f"the data set's own split {place.val_split!r}"
+    else:
+        rule = _rule_of_cut(config) if kind is Document.file else _BY_CONTENT
+    request = [
+        config.hub_name,
+        config.hub_config,
+        config.hub_revision,
+        config.hub_split,
+        config.hub_val_split,
+    ]
     return Corpus(
         name=config.name or config.hub_name.rstrip("/").split("/")[-1],
         settings=_settings(
             config,
-            hub=[
-                config.hub_name,
-                config.hub_config,
-                config.hub_revision,
-                config.hub_split,
-                config.hub_val_split,
-            ],
+            hub=request,
             revision=place.revision,
             document=kind.value,
+            text_column=config.text_column,
         ),
         split_rule=rule,
         documents=lambda: hub.documents(config, place, kind),
@@ -225,6 +230,5 @@ def _hub_corpus(config: DataConfig) -> Corpus:
 
 def _settings(config: DataConfig, **facts: Any) -> dict[str, Any]:
     """What the documents depend on, beside facts on their source; a key without influence stays out."""
-    column = {} if config.source is Source.stdlib else {"text_column": config.text_column}
     split = {"val_fraction": config.val_fraction, "max_documents": config.max_documents}
-    return {"source": config.source.value, **split, **column, **facts}
+    return {"source": config.source.value, **split, **facts}

@@ -1,6 +1,7 @@
 """Attention behind two functions: `dual_stream_attention` for training, `cached_attention` for sampling.
 
-Legend: B batch, K noisy views, L seq_len, S block size, H query heads, h key-value heads, E head dim, T queries, P keys.
+Legend: B batch, K noisy views, L seq_len, S block size, H query heads, h key-value heads, E head dim, T queries, P
+keys.
 
 No backend makes a dense mask over both streams. The SDPA backend cuts the queries into groups of a few blocks; each
 group meets only the keys that the rule of `blockdiff.core.masks` lets it see, so that the cost stays near the triangle.
@@ -78,7 +79,8 @@ def resolve_backend(backend: Backend, device: torch.device) -> Backend:
         return Backend.flex if device.type == "cuda" else Backend.sdpa
     if backend is Backend.flash:
         raise ValueError(
-            "model.attention=flash serves cached sampling only: its kernel takes no dual-stream mask; use auto, sdpa or flex"
+            "model.attention=flash serves cached sampling only: its kernel takes no dual-stream mask; use auto, sdpa or "
+            "flex"
         )
     return backend
 
@@ -125,9 +127,7 @@ def plan_dual_stream(
             (clean, slice(first, clean_end), slice(0, 0)),
         ):
             rows = document_BL[:1] if single else document_BL
-            bias = _group_bias(
-                queries, clean_keys, noisy_keys, rows, block_size, views, clean_attention, dtype
-            )
+            bias = _group_bias(queries, clean_keys, noisy_keys, rows, block_size, views, clean_attention, dtype)
             groups.append(Group(queries, clean_keys, noisy_keys, bias))
     return DualStreamPlan(views, length, noisy, clean, None)
 
@@ -151,11 +151,10 @@ def _group_bias(
     clean_attention: CleanAttention,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The additive mask of one group; None where nothing is masked. Queries and noisy keys of all views lie end to end."""
+    """The additive mask of one group; None where nothing is masked. Queries and noisy keys of all views lie end to
+    end."""
     noisy_group = noisy_keys.stop > noisy_keys.start
-    query = _places(
-        [(v, queries) for v in (range(views) if noisy_group else [CLEAN])], document_BL, block_size
-    )
+    query = _places([(v, queries) for v in (range(views) if noisy_group else [CLEAN])], document_BL, block_size)
     noisy = [(v, noisy_keys) for v in range(views)] if noisy_group else []
     key = _places([(CLEAN, clean_keys), *noisy], document_BL, block_size)
     allowed = may_attend(
@@ -163,9 +162,7 @@ def _group_bias(
     )
     if bool(allowed.all()):
         return None
-    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, float("-inf")
-    )
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
     return bias[:, None]
 
 
@@ -208,9 +205,7 @@ def dual_stream_attention(
     outputs = []
     for group in plan.noisy_groups:
         keys = torch.cat([clean_key[:, :, group.clean], noisy_key[:, :, :, group.noisy].flatten(2, 3)], 2)
-        values = torch.cat(
-            [clean_value[:, :, group.clean], noisy_value[:, :, :, group.noisy].flatten(2, 3)], 2
-        )
+        values = torch.cat([clean_value[:, :, group.clean], noisy_value[:, :, :, group.noisy].flatten(2, 3)], 2)
         out = _sdpa(noisy_query[:, :, :, group.queries].flatten(2, 3), keys, values, group.bias)
         outputs.append(out.unflatten(2, (plan.views, -1)))
     noisy_out = torch.cat(outputs, 3).flatten(2, 3)
@@ -226,9 +221,7 @@ def dual_stream_attention(
 
 def _sdpa(query_BHTE: Tensor, key_BhPE: Tensor, value_BhPE: Tensor, bias: Tensor | None) -> Tensor:
     grouped = query_BHTE.shape[1] != key_BhPE.shape[1]
-    return F.scaled_dot_product_attention(
-        query_BHTE, key_BhPE, value_BhPE, attn_mask=bias, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(query_BHTE, key_BhPE, value_BhPE, attn_mask=bias, enable_gqa=grouped)
 
 
 def cached_attention(
@@ -246,12 +239,7 @@ def cached_attention(
     Returns:
         Of the queries' shape.
     """
-    if (
-        flash
-        and allowed is None
-        and query_BHTE.is_cuda
-        and query_BHTE.dtype in (torch.float16, torch.bfloat16)
-    ):
+    if flash and allowed is None and query_BHTE.is_cuda and query_BHTE.dtype in (torch.float16, torch.bfloat16):
         return _flash(query_BHTE, key_BhPE, value_BhPE)
     batch, heads, tokens, _ = query_BHTE.shape
     kv_heads = key_BhPE.shape[1]
@@ -275,14 +263,10 @@ def _flash(query_BHTE: Tensor, key_BhPE: Tensor, value_BhPE: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _flex(
-    query_BHTE: Tensor, key_BhTE: Tensor, value_BhTE: Tensor, masks: FlexMasks, noisy_only: bool
-) -> Tensor:
+def _flex(query_BHTE: Tensor, key_BhTE: Tensor, value_BhTE: Tensor, masks: FlexMasks, noisy_only: bool) -> Tensor:
     mask = masks.noisy_only if noisy_only else masks.both
     grouped = query_BHTE.shape[1] != key_BhTE.shape[1]
-    return _flex_kernel(query_BHTE.device.type)(
-        query_BHTE, key_BhTE, value_BhTE, block_mask=mask, enable_gqa=grouped
-    )
+    return _flex_kernel(query_BHTE.device.type)(query_BHTE, key_BhTE, value_BhTE, block_mask=mask, enable_gqa=grouped)
 
 
 @functools.cache
@@ -324,9 +308,7 @@ def _build_flex_mask(
 ) -> FlexMasks:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    documents = (
-        torch.zeros(1, length, dtype=torch.int32, device=device) if document_BL is None else document_BL
-    )
+    documents = torch.zeros(1, length, dtype=torch.int32, device=device) if document_BL is None else document_BL
 
     def place(batch: Tensor, index: Tensor) -> Place:
         position = index % length

@@ -3,8 +3,8 @@
 Legend: B batch rows, H key-value heads, E head dim, P positions the cache can hold.
 
 A cache is made by the caller, passed in and written in place. It holds keys (already rotated) and values, no queries.
-The slots behind a row's committed prefix are scratch: a denoising step writes the keys and values of its noisy block there,
-so that attention reads one contiguous view and nothing is concatenated or copied.
+The slots behind a row's committed prefix are scratch: a denoising step writes the keys and values of its noisy block
+there, so that attention reads one contiguous view and nothing is concatenated or copied.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class KVCache:
         )
 
     @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    @property
     def batch(self) -> int:
         return self.keys[0].shape[0]
 
@@ -68,8 +72,8 @@ class KVCache:
         longest = max(self.lengths[:rows])
         if longest + tokens > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} positions a row, {longest} are committed and {tokens} more are needed; "
-                "make it larger or generate fewer tokens"
+                f"the cache holds {self.capacity} positions a row, {longest} are committed and {tokens} more are "
+                "needed; make it larger or generate fewer tokens"
             )
 
     def write(self, layer: int, keys_BHTE: Tensor, values_BHTE: Tensor, slots: slice | Tensor) -> None:
@@ -95,6 +99,14 @@ class KVCache:
         for row, count in enumerate(committed):
             self.lengths[row] += count
 
+    def rows(self, start: int, stop: int) -> KVCache:
+        """A cache of the rows [start, stop) alone: it shares their memory, but counts its own lengths."""
+        return KVCache(
+            keys=[x[start:stop] for x in self.keys],
+            values=[x[start:stop] for x in self.values],
+            lengths=self.lengths[start:stop],
+        )
+
     def reset(self, row: int) -> None:
         """Frees a row: its slots are written over by whoever comes next."""
         self.lengths[row] = 0
@@ -106,3 +118,9 @@ class KVCache:
             x[target, :, :length] = x[source, :, :length]
         self.lengths[target] = length
         self.reset(source)
+
+
+def send(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor made of host values, without waiting for the device: pageable memory would stop the stream."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -75,14 +75,13 @@ class ModelConfig:
             if value is not None and value < 1:
                 raise ValueError(f"model.{key}={value} must be at least 1")
         if self.head_dim is None and self.width % self.heads:
-            raise ValueError(
-                f"model.heads={self.heads} must divide model.width={self.width}, or set model.head_dim"
-            )
+            raise ValueError(f"model.heads={self.heads} must divide model.width={self.width}, or set model.head_dim")
         if self.dim_per_head % 2:
             raise ValueError(f"model.head_dim={self.dim_per_head} must be even: rotary positions turn pairs")
         if self.heads % self.key_value_heads:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: query heads share key-value heads"
+                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: query heads share key-value "
+                "heads"
             )
         if self.attention is Backend.flash:
             resolve_backend(self.attention, torch.device("cpu"))
@@ -265,10 +264,19 @@ class Denoiser(nn.Module):
         self._extend(x0_BT, None, cache, lengths, block_size, None)
 
     def commit_and_denoise(
-        self, x0_BS: Tensor, xt_BS: Tensor, cache: KVCache, chosen_BM: Tensor | None = None
+        self,
+        x0_BS: Tensor,
+        xt_BS: Tensor,
+        cache: KVCache,
+        chosen_BM: Tensor | None = None,
+        *,
+        lengths: list[int] | None = None,
     ) -> Tensor:
-        """`commit` of a finished block and `denoise` of the next one in a single forward pass over 2·S tokens."""
-        return self._extend(x0_BS, xt_BS, cache, None, x0_BS.shape[1], chosen_BM)
+        """`commit` of a finished block and `denoise` of the next one in a single forward pass over 2·S tokens.
+
+        `lengths` says how many of its S clean tokens each row commits; rows that have nothing to commit take 0.
+        """
+        return self._extend(x0_BS, xt_BS, cache, lengths, x0_BS.shape[1], chosen_BM)
 
     @torch.no_grad()
     def _extend(

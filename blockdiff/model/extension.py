@@ -2,8 +2,8 @@
 
 Legend: B batch rows, T clean tokens, S noisy tokens, H query heads, E head dim, P key slots.
 
-Rows may stand at different lengths. Where all are alike, slots are slices and most masks vanish; else slots and masks are
-worked out row by row, once for all layers. Nothing here waits for the device: lengths are kept on the host.
+Rows may stand at different lengths. Where all are alike, slots are slices and most masks vanish; else slots and
+masks are worked out row by row, once for all layers. Nothing here waits for the device: lengths are kept on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockdiff.core.masks import CleanAttention
 from blockdiff.model.attention import cached_attention
-from blockdiff.model.cache import KVCache
+from blockdiff.model.cache import KVCache, send
 from blockdiff.model.layers import Attend
 
 
@@ -62,8 +62,8 @@ class Extension:
             position = torch.arange(starts[0], starts[0] + clean + noisy, device=device)
             noisy_allowed = None
         else:
-            start_B1 = torch.tensor(starts, device=device)[:, None]
-            end_B1 = start_B1 + torch.tensor(taken, device=device)[:, None]
+            start_B1 = send(starts, torch.int64, device)[:, None]
+            end_B1 = start_B1 + send(taken, torch.int64, device)[:, None]
             position = torch.cat(
                 [start_B1 + torch.arange(clean, device=device), end_B1 + torch.arange(noisy, device=device)],
                 1,
@@ -99,17 +99,13 @@ class Extension:
             if clean and not last:
                 seen = slice(0, clean_keys)
                 outputs.append(
-                    cached_attention(
-                        query_BHTE[:, :, :clean], keys[:, :, seen], values[:, :, seen], self.clean_allowed
-                    )
+                    cached_attention(query_BHTE[:, :, :clean], keys[:, :, seen], values[:, :, seen], self.clean_allowed)
                 )
             if self.noisy:
                 seen = slice(0, noisy_keys)
                 query = query_BHTE if last else query_BHTE[:, :, clean:]
                 outputs.append(
-                    cached_attention(
-                        query, keys[:, :, seen], values[:, :, seen], self.noisy_allowed, flash=self.flash
-                    )
+                    cached_attention(query, keys[:, :, seen], values[:, :, seen], self.noisy_allowed, flash=self.flash)
                 )
             if not outputs:
                 return query_BHTE
@@ -118,9 +114,7 @@ class Extension:
         return attend
 
 
-def _clean_allowed(
-    position: Tensor, keys: int, clean_attention: CleanAttention, block_size: int | None
-) -> Tensor:
+def _clean_allowed(position: Tensor, keys: int, clean_attention: CleanAttention, block_size: int | None) -> Tensor:
     """Bool (1 or B, T, P): a clean query sees the prefix and clean tokens up to itself, or up to its block's end."""
     slot_P = torch.arange(keys, device=position.device)
     position = position if position.dim() == 2 else position[None]

@@ -11,8 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockdiff.model.fused import FusedRMSNorm, FusedRotation, FusedSwiGLU
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values) -> outputs of the queries' shape: the mask and the cache live in here, not in the layer."""
+
+
+def _fuse(x: Tensor) -> bool:
+    """Whether the hand-written derivatives of `blockdiff.model.fused` serve better than autograd's."""
+    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
 def rotary_angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -37,6 +44,8 @@ def rotary_angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dt
 
 def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates pairs (x_i, x_{i + E/2}) by their position's angles."""
+    if _fuse(x_BHTE):
+        return FusedRotation.apply(x_BHTE, cos, sin)
     first, second = x_BHTE.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -50,6 +59,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if _fuse(x):
+            return FusedRMSNorm.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -66,9 +77,7 @@ class AttentionProjections(nn.Module):
         self.query_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.key_norm = RMSNorm(head_dim, eps) if qk_norm else None
 
-    def project(
-        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, queries: slice
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, queries: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, H, Tq, E) of the tokens in `queries`; rotated keys and values (B, h, T, E) of all."""
         tokens = x_BTD.shape[1]
         if range(tokens)[queries] == range(tokens):
@@ -98,7 +107,10 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
+        gate_up = self.gate_up(x)
+        if _fuse(gate_up):
+            return self.down(FusedSwiGLU.apply(gate_up))
+        gate, up = gate_up.chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
 
@@ -119,9 +131,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width, eps)
-        self.attention = AttentionProjections(
-            width, heads, kv_heads, head_dim, bias=bias, qk_norm=qk_norm, eps=eps
-        )
+        self.attention = AttentionProjections(width, heads, kv_heads, head_dim, bias=bias, qk_norm=qk_norm, eps=eps)
         self.mlp_norm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, mlp_width)
 

@@ -31,10 +31,7 @@ def test_mask_is_the_rule_pair_by_pair(clean_attention, block_size, views):
     )
     total = (views + 1) * length
     expected = [
-        [
-            allowed_by_the_book(q, k, length, block_size, views, clean_attention, document)
-            for k in range(total)
-        ]
+        [allowed_by_the_book(q, k, length, block_size, views, clean_attention, document) for k in range(total)]
         for q in range(total)
     ]
     assert torch.equal(mask, torch.tensor(expected))

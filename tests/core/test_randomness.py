@@ -25,9 +25,7 @@ def test_mix_is_splitmix64_on_unsigned_words():
 
 def test_hash_of_tensors_equals_hash_of_integers():
     got = hash_counters(7, 3, torch.tensor([[4], [5]]), torch.tensor([0, 9]))
-    assert [[int(x) % WORD for x in row] for row in got] == [
-        [hash_int(7, 3, a, b) for b in (0, 9)] for a in (4, 5)
-    ]
+    assert [[int(x) % WORD for x in row] for row in got] == [[hash_int(7, 3, a, b) for b in (0, 9)] for a in (4, 5)]
 
 
 def test_hash_does_not_depend_on_where_tensors_begin():

@@ -76,6 +76,7 @@ def test_rows_as_one_text(config, tmp_path):
     config.document = Document.file
     assert documents(config) == [(Split.val, "v\n"), (Split.train, "= Title =\nline\nend\n")]
     config.hub_val_split = "none"
+    assert "cut at a line end" in open_corpus(config).split_rule
     (_, head), (_, tail) = documents(config)
     assert head + tail == "= Title =\nline\nend\n"
 

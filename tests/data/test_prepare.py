@@ -101,7 +101,9 @@ def test_found_again_and_made_anew(config, tmp_path):
     same = [
         changed(config, files=config.files[0]),
         changed(config, global_batch_size=3, micro_batch_size=1, workers=7, document_mask=False),
-        changed(config, max_train_samples=5, tokenizer_file="unused", hub_name="unused"),
+        changed(
+            config, max_train_samples=5, tokenizer_file="unused", hub_name="unused", text_column="unused"
+        ),
     ]
     for other in same:
         assert prepare(other).directory == first.directory

@@ -11,9 +11,7 @@ V = 11
 
 def make(clean=CleanAttention.causal, kv_heads=2) -> Denoiser:
     torch.manual_seed(0)
-    model = Denoiser(
-        ModelConfig(layers=2, width=32, heads=4, kv_heads=kv_heads, clean_attention=clean), V
-    ).double()
+    model = Denoiser(ModelConfig(layers=2, width=32, heads=4, kv_heads=kv_heads, clean_attention=clean), V).double()
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)
@@ -68,9 +66,7 @@ def test_rows_of_different_lengths_equal_rows_alone(clean):
         if n:
             model.commit(prompt[part, :n], alone, block_size=4)
         assert (model.denoise(xt[part], alone) - first_logits[part]).abs().max() < 1e-12
-        assert (
-            model.commit_and_denoise(second[part], xt[part], alone) - second_logits[part]
-        ).abs().max() < 1e-12
+        assert (model.commit_and_denoise(second[part], xt[part], alone) - second_logits[part]).abs().max() < 1e-12
 
 
 def test_denoising_commits_nothing_and_repeats_itself():

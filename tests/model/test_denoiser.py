@@ -23,9 +23,7 @@ def make(clean=CleanAttention.causal, kv_heads=None, backend=Backend.sdpa, seed=
     )
     model = Denoiser(config, V).double()
     for weight in model.parameters():  # far from the initial values, so that every part matters
-        torch.nn.init.normal_(weight, std=0.3) if weight.dim() > 1 else torch.nn.init.uniform_(
-            weight, 0.5, 1.5
-        )
+        torch.nn.init.normal_(weight, std=0.3) if weight.dim() > 1 else torch.nn.init.uniform_(weight, 0.5, 1.5)
     return model
 
 
@@ -177,9 +175,7 @@ def test_block_size_one_is_the_autoregressive_model():
 def plain_causal_logits(model, tokens):
     """An ordinary causal transformer over `tokens`; the logits at the last one."""
     length = tokens.shape[1]
-    cos, sin = rotary_angles(
-        torch.arange(length), model.config.dim_per_head, model.config.rope_theta, torch.float64
-    )
+    cos, sin = rotary_angles(torch.arange(length), model.config.dim_per_head, model.config.rope_theta, torch.float64)
 
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
