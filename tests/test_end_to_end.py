@@ -181,7 +181,7 @@ def test_damaged_checkpoint_is_named(run, tmp_path, damage):
     path = copy / "step-00000040.ckpt"
     data = path.read_bytes()
     path.write_bytes({"truncated": data[: len(data) // 2], "foreign": b"hello" * 1000, "empty": b""}[damage])
-    with pytest.raises(ValueError, match="step-00000040.ckpt"):
+    with pytest.raises(ValueError, match=r"step-00000040\.ckpt"):
         blockdiff.load(path)
     assert blockdiff.load(copy).step == 20
 

@@ -302,7 +302,7 @@ def test_reports_add_up() -> None:
         ({"stop": [""]}, "empty string"),
         ({"stop": ["x"]}, "needs a tokenizer"),
         ({"window_keep": 4}, "window=error"),
-        ({"window": Window.sliding, "window_keep": 3}, "multiple of block_size=4"),
+        ({"window": Window.sliding, "window_keep": 3, "max_new_tokens": 9}, "multiple of block_size=4"),
         ({"window": Window.sliding, "max_new_tokens": None}, "set max_new_tokens"),
     ],
 )
