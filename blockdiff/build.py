@@ -22,10 +22,13 @@ from blockdiff.data.prepare import PreparedData, prepare
 from blockdiff.data.tokenizer import Tokenizer
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.records import dump_yaml, from_plain, read_yaml, to_plain
+from blockdiff.training.agreement import is_lost_process
 from blockdiff.training.border import Outputs, Preview, StepBorder
 from blockdiff.training.checkpoints import Newest, sweep
+from blockdiff.training.config import Strategy
 from blockdiff.training.display import Display
 from blockdiff.training.durable import write_text_durably
+from blockdiff.training.errors import ProcessLostError
 from blockdiff.training.lock import RunLock
 from blockdiff.training.loggers import build_loggers
 from blockdiff.training.metrics import MetricsTable
@@ -38,7 +41,7 @@ from blockdiff.training.run_directory import (
     check_same_run,
     choose_checkpoint,
 )
-from blockdiff.training.saving import DurableCheckpointIO, Saver
+from blockdiff.training.saving import DurableCheckpointIO, Saver, describe_last_good
 from blockdiff.training.trainer import build_trainer, resolve_precision
 
 if TYPE_CHECKING:
@@ -158,7 +161,8 @@ def _check_same_run(config: TrainConfig, start: Newest) -> list[str]:
 
 def _train(run: Run) -> Summary:
     """Fits, and writes what is left to write."""
-    io = DurableCheckpointIO({"data": run.prepared.directory.name})
+    sharded = run.config.trainer.strategy is Strategy.fsdp
+    io = DurableCheckpointIO({"data": run.prepared.directory.name}, sharded=sharded)
     saver = Saver(run.directory, run.config.trainer, io, run.start.path)
     # Datasets that are too small are refused before the Trainer starts processes.
     train_windows, val_windows = (
@@ -182,7 +186,7 @@ def _border(run: Run, saver: Saver, val_windows: PackedDataset) -> StepBorder:
     outputs = None
     if run.first:
         metrics = MetricsTable(run.directory, is_bound=config.noise.is_bound, start_step=run.start.step)
-        outputs = Outputs(metrics, Display(run.console, metrics.train_column), run.preview)
+        outputs = Outputs(metrics, Display(run.console, metrics.train_column))
 
     def val_batches(rank: int, processes: int) -> DataLoader[Batch]:
         return val_loader(
@@ -200,6 +204,7 @@ def _border(run: Run, saver: Saver, val_windows: PackedDataset) -> StepBorder:
         bytes_per_token=run.prepared.manifest["bytes_per_token"],
         val_batches=val_batches,
         outputs=outputs,
+        preview=run.preview,
     )
 
 
@@ -230,8 +235,21 @@ def _fit(run: Run, border: StepBorder, io: DurableCheckpointIO, windows: PackedD
         pin_memory=trainer.strategy.root_device.type == "cuda",
     )
     module = _module(run)
-    trainer.fit(module, train_dataloaders=loader, ckpt_path=run.start.path)
+    try:
+        trainer.fit(module, train_dataloaders=loader, ckpt_path=run.start.path)
+    except RuntimeError as error:
+        if trainer.world_size > 1 and is_lost_process(error):
+            raise _lost_process(error, border.saver.last_good, config.trainer.timeout_seconds) from error
+        raise
     return module.step
+
+
+def _lost_process(error: RuntimeError, last_good: Path | None, timeout_seconds: float) -> ProcessLostError:
+    return ProcessLostError(
+        f"another process of this run has ended, or did not answer within trainer.timeout_seconds={timeout_seconds:g} "
+        f"({str(error).splitlines()[0]}). If it could, it has said why; {describe_last_good(last_good)}. Give the same "
+        "command again to go on"
+    )
 
 
 def _module(run: Run) -> DiffusionModule:
@@ -264,7 +282,8 @@ def _finish(run: Run, saver: Saver, step: int, signal: Signals | None, speed: fl
         run.directory,
         step=step,
         max_steps=run.config.trainer.max_steps,
-        signal=signal,
+        # The exit code of one process speaks for all; launchers would take those of others for failures.
+        signal=signal if run.first else None,
         unigram_nats=unigram_nats,
         tokens_per_second=speed,
         checkpoint=saver.last_good,

@@ -29,7 +29,7 @@ from blockdiff.sampling.sampler import generate
 def run_train(config: TrainConfig) -> int:
     """Trains; returns 0, or 128 + the signal's number where one stopped the run before its last step."""
     summary = run_training(config, make_preview=lambda tokenizer: _preview(config, tokenizer))
-    return 0 if summary.signal is None else 128 + summary.signal
+    return summary.exit_code
 
 
 def _preview(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[Denoiser, int], list[str]]:

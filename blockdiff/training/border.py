@@ -18,8 +18,10 @@ import torch
 
 from blockdiff.core.bound import Bound
 from blockdiff.model.denoiser import Denoiser
-from blockdiff.training.config import TrainerConfig
+from blockdiff.training.agreement import Agreement
+from blockdiff.training.config import Strategy, TrainerConfig
 from blockdiff.training.display import Display
+from blockdiff.training.ema import local_part
 from blockdiff.training.errors import NonFiniteError
 from blockdiff.training.metrics import MetricsTable, Row
 from blockdiff.training.module import DiffusionModule
@@ -44,12 +46,10 @@ class Outputs:
     Attributes:
         metrics: the run's table.
         display: progress.
-        preview: draws samples, or None.
     """
 
     metrics: MetricsTable
     display: Display
-    preview: Preview | None
 
 
 @dataclass
@@ -84,15 +84,29 @@ class StepBorder(L.Callback):
         bytes_per_token: float,
         val_batches: Callable[[int, int], Iterable[Batch]],
         outputs: Outputs | None,
+        preview: Preview | None,
     ) -> None:
-        """Args: rhythm, saver, S, bytes a validation token stands for, (rank, processes) -> batches, outputs."""
+        """Args: rhythm, saver, S, bytes a validation token stands for, (rank, processes) -> batches, outputs, preview.
+
+        Where the weights are split, all processes must draw a preview together; elsewhere the first does it alone.
+        """
         self.config, self.saver, self.outputs = config, saver, outputs
         self.block_size, self.bytes_per_token = block_size, bytes_per_token
         self._make_val_batches = val_batches
+        self._preview = preview if outputs or config.strategy is Strategy.fsdp else None
         self.stop = StopRequest()
         self.pace = Pace()
         self._val_batches: Iterable[Batch] = ()
         self._seen, self._saved_at = 0, time.monotonic()
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        assert isinstance(module, DiffusionModule)
+        self._agreement = Agreement(self.config.timeout_seconds)
+        if not self._agreement.same(module.start_step):
+            raise ValueError(
+                f"processes see different checkpoints in {self.saver.directory}, this one that of step "
+                f"{module.start_step}: run_root must lie on a file system that all machines share"
+            )
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, DiffusionModule)
@@ -117,16 +131,19 @@ class StepBorder(L.Callback):
         validate = last or step % self.config.val_every == 0
         if validate or step == 1 or step % self.config.log_every == 0:
             self._report(trainer, module, validate)
-        stopping = self._agree(trainer, self.stop.signal is not None)
-        if stopping or last or step % self.config.checkpoint_every == 0 or self._minutes_passed(trainer):
+        self.stop.agree(self._agreement)
+        stopping = self.stop.signal is not None
+        if stopping or last or step % self.config.checkpoint_every == 0 or self._minutes_passed():
             self._save(trainer, module, ending=stopping or last)
         trainer.should_stop |= stopping
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, DiffusionModule)
         self.stop.restore()
-        if module.step == module.max_steps and self.outputs and self.outputs.preview:
-            write_samples(self.saver.directory, self.outputs.preview(module.evaluated, FINAL_SAMPLES))
+        if module.step == module.max_steps and self._preview:
+            samples = self._preview(module.evaluated, FINAL_SAMPLES)
+            if self.outputs:
+                write_samples(self.saver.directory, samples)
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         # Before Lightning gives back the handlers that it found: ours were put over its own.
@@ -140,7 +157,7 @@ class StepBorder(L.Callback):
 
     def _report(self, trainer: L.Trainer, module: DiffusionModule, validate: bool) -> None:
         """Ends the meter's interval: one row of metrics, with the validation bound where it is due."""
-        self._check_loss(trainer, module)
+        self._check_loss(module)
         nats, tokens = trainer.strategy.reduce(module.meter.sums_2.clone(), reduce_op="sum").tolist()
         module.meter.reset()
         train_column = "train/nelbo" if module.noise.is_bound else "train/loss"
@@ -158,8 +175,10 @@ class StepBorder(L.Callback):
         if self.outputs:
             self.outputs.metrics.append(row)
             self.outputs.display.show(row)
-            if self.outputs.preview and self.config.preview and "val/nelbo" in row:
-                self.outputs.display.preview(module.step, self.outputs.preview(module.evaluated, 1)[0])
+        if self._preview and self.config.preview and "val/nelbo" in row:
+            (sample,) = self._preview(module.evaluated, 1)
+            if self.outputs:
+                self.outputs.display.preview(module.step, sample)
         for logger in trainer.loggers:
             logger.log_metrics({name: value for name, value in row.items() if name != "step"}, step=module.step)
 
@@ -177,8 +196,8 @@ class StepBorder(L.Callback):
 
     def _save(self, trainer: L.Trainer, module: DiffusionModule, ending: bool) -> None:
         began = time.perf_counter()
-        self._check_loss(trainer, module)
-        self._check_weights(trainer, module)
+        self._check_loss(module)
+        self._check_weights(module)
         if self.outputs:
             self.outputs.metrics.force()
         warning = self.saver.save(trainer, module.step, ending)
@@ -187,17 +206,13 @@ class StepBorder(L.Callback):
         self._saved_at = time.monotonic()
         self.pace.skip(time.perf_counter() - began)
 
-    def _minutes_passed(self, trainer: L.Trainer) -> bool:
+    def _minutes_passed(self) -> bool:
         minutes = self.config.checkpoint_every_minutes
-        return bool(minutes) and self._agree(trainer, time.monotonic() - self._saved_at >= 60 * minutes)
+        return bool(minutes) and self._agreement.any(time.monotonic() - self._saved_at >= 60 * minutes)
 
-    def _agree(self, trainer: L.Trainer, flag: bool) -> bool:
-        """Whether any process says so: all must take the same way."""
-        return trainer.strategy.reduce_boolean_decision(flag, all=False)
-
-    def _check_loss(self, trainer: L.Trainer, module: DiffusionModule) -> None:
+    def _check_loss(self, module: DiffusionModule) -> None:
         found = module.meter.non_finite()
-        if self._agree(trainer, found is not None):
+        if self._agreement.any(found is not None):
             where = (
                 f"the loss of step {found.step + 1} is not finite; samples {found.samples} of the training set"
                 if found
@@ -205,9 +220,9 @@ class StepBorder(L.Callback):
             )
             self._fail(where)
 
-    def _check_weights(self, trainer: L.Trainer, module: DiffusionModule) -> None:
-        finite = torch.stack([torch.isfinite(weight).all() for weight in module.denoiser.parameters()]).all()
-        if self._agree(trainer, not bool(finite)):
+    def _check_weights(self, module: DiffusionModule) -> None:
+        finite = torch.stack([torch.isfinite(local_part(weight)).all() for weight in module.denoiser.parameters()]).all()
+        if self._agreement.any(not bool(finite)):
             self._fail(f"the weights after step {module.step} are not finite, though the loss before was")
 
     def _fail(self, what: str) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint of N finished steps is `step-N.ckpt`, a `torch.save` dictionary that loads with
 `weights_only=True`, and its manifest `step-N.ckpt.json`, written after it: size and SHA-256 of each file.
-What has no manifest was never finished.
+What has no manifest was never finished. Under FSDP `step-N.ckpt` is a directory (see `training.shards`).
 
 Keys of the dictionary that readers may rely on: ``state_dict`` (names with the prefix ``denoiser.``), ``ema``
 (the averaged weights, names without prefix; absent where no average is kept) and ``global_step``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.training.durable import TEMPORARY, HashingFile, sha256_of, write_durably, write_text_durably
+from blockdiff.training.shards import read_part, read_rest
 
 PREFIX = "denoiser."
 FORMAT = 1
@@ -79,14 +81,19 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, facts: dict[str, Any
         except RuntimeError as error:  # torch's writer hides the reason when the disk is full
             raise OSError(f"{path}: {error}") from error
 
-    _set_aside(path)
+    set_aside(path)
     file = write_durably(path, write)
     files = {path.name: {"bytes": file.size, "sha256": file.sha256}}
-    manifest = {"format": FORMAT, "step": checkpoint["global_step"], "files": files, **facts}
+    write_manifest(path, checkpoint["global_step"], files, facts)
+
+
+def write_manifest(path: Path, step: int, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Declares a checkpoint finished: its files with `bytes` and `sha256`, by name relative to the run directory."""
+    manifest = {"format": FORMAT, "step": step, "files": files, **facts}
     write_text_durably(manifest_path(path), json.dumps(manifest, indent=1) + "\n")
 
 
-def _set_aside(path: Path) -> None:
+def set_aside(path: Path) -> None:
     """A run comes by the step of a broken checkpoint again: the broken files are kept under another name."""
     present = [file for file in (path, manifest_path(path)) if file.exists()]
     if not present:
@@ -114,7 +121,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} was written by a later blockdiff (format {manifest['format']}); update blockdiff"
         )
-    if path.name not in files:
+    if not any(name == path.name or name.startswith(f"{path.name}/") for name in files):
         raise CheckpointError(f"{manifest_path(path)} describes other files: {', '.join(files)}")
     return manifest
 
@@ -167,13 +174,20 @@ def prune(directory: Path, keep_last: int, keep_every: int, keep: Iterable[Path]
         # Renamed first: a kill between the two removals leaves nothing that looks like a broken checkpoint.
         doomed = path.rename(path.with_name(TEMPORARY + path.name))
         manifest_path(path).unlink()
-        doomed.unlink()
+        _remove(doomed)
     return removed
 
 
 def sweep(directory: Path) -> None:
     """Removes what killed processes left half-written. Only the owner of the run's lock may call this."""
     for path in directory.glob(TEMPORARY + "*"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
         path.unlink()
 
 
@@ -215,9 +229,22 @@ def read_weights(path: Path, weights: Literal["ema", "raw"] = "ema") -> tuple[di
     """
     if weights not in ("ema", "raw"):
         raise ValueError(f'weights={weights!r} must be "ema" or "raw"')
+    if path.is_dir():
+        return _read_sharded_weights(path, weights)
     checkpoint = open_checkpoint(path)
     step = int(checkpoint["global_step"])
     if weights == "ema" and "ema" in checkpoint:
         return dict(checkpoint["ema"]), step
     raw = {name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items()}
     return raw, step
+
+
+def _read_sharded_weights(path: Path, weights: str) -> tuple[dict[str, Tensor], int]:
+    try:
+        step = int(read_rest(path)["global_step"])
+        found = read_part(path, "ema") if weights == "ema" else {}
+        raw = found or read_part(path, "state_dict")
+    except Exception as error:  # as in open_checkpoint
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} is damaged or no checkpoint ({reason}); use another one") from error
+    return {name.removeprefix(PREFIX): value for name, value in raw.items()}, step

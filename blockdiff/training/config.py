@@ -86,6 +86,7 @@ PRECISIONS = ("auto", "32-true", "64-true", "bf16-mixed")
 class Strategy(Enum):
     auto = "auto"
     ddp = "ddp"
+    fsdp = "fsdp"
 
 
 # Written as a call because `continue` cannot be a name in a class body, and it is what users type.
@@ -111,7 +112,9 @@ class TrainerConfig:
             the next.
         devices: processes a node: a number, or auto.
         nodes: machines.
-        strategy: auto | ddp.
+        strategy: auto (ddp where there are several processes) | ddp (each holds the whole network) | fsdp (weights,
+            averages and optimizer state are split over all processes).
+        timeout_seconds: how long a process waits for one that does not answer before the run ends.
         precision: auto (bf16-mixed on CUDA devices that have it, else 32-true) | 32-true | 64-true |
             bf16-mixed.
         accelerator: auto | cpu | gpu, or another that Lightning knows.
@@ -132,6 +135,7 @@ class TrainerConfig:
     devices: Any = "auto"
     nodes: int = 1
     strategy: Strategy = Strategy.auto
+    timeout_seconds: float = 1800.0
     precision: str = "auto"
     accelerator: str = "auto"
     compile: bool = False
@@ -144,6 +148,10 @@ class TrainerConfig:
         for key in ("checkpoint_every_minutes", "keep_every"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 0")
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"trainer.timeout_seconds={self.timeout_seconds} must be positive")
+        if self.strategy is Strategy.fsdp and self.precision == "64-true":
+            raise ValueError("trainer.precision=64-true does not go with trainer.strategy=fsdp: use ddp, or 32-true")
         if self.val_samples is not None and self.val_samples < 1:
             raise ValueError(f"trainer.val_samples={self.val_samples} must be at least 1, or null for the whole split")
         if self.val_views < 2:

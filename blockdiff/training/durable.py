@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 TEMPORARY = ".writing-"
 """Prefix of names under construction: whatever bears it may be removed by the owner of the run."""
@@ -76,6 +76,11 @@ def force_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, read back."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def sha256_of(path: Path) -> str:

@@ -6,8 +6,12 @@ import copy
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+AVERAGE = "average."
+"""Prefix of the average's names where they stand beside those of the network itself."""
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -28,6 +32,12 @@ def decay_at(step: int, decay: float) -> float:
 @torch.no_grad()
 def update_average(average: nn.Module, network: nn.Module, step: int, decay: float) -> None:
     """average <- d · average + (1 − d) · weights, d = `decay_at(step, decay)`."""
-    averages, weights = list(average.parameters()), list(network.parameters())
+    averages = [local_part(weight) for weight in average.parameters()]
+    weights = [local_part(weight) for weight in network.parameters()]
     current = [w.detach().to(a.dtype) for a, w in zip(averages, weights, strict=True)]
     get_ema_multi_avg_fn(decay_at(step, decay))(averages, current, None)
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """This process's part of a split tensor, in the same memory; other tensors as they are."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -9,5 +9,9 @@ class NonFiniteError(TrainingError):
     """The loss or the weights are not finite."""
 
 
+class ProcessLostError(TrainingError):
+    """Another process of the run has ended, or does not answer."""
+
+
 class CheckpointWriteError(TrainingError):
     """A checkpoint could not be written; the former ones are untouched."""

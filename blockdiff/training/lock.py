@@ -49,6 +49,8 @@ class RunLock:
         except BaseException:
             self._file.close()
             raise
+        # Workers of a data loader must not hold the lock of a process that was killed.
+        os.register_at_fork(after_in_child=self._file.close)
         self._file.truncate(0)
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": _now()}
         self._file.write(json.dumps(owner) + "\n")

@@ -21,14 +21,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.training.config import OptimizerConfig
-from blockdiff.training.ema import averaged_copy, update_average
+from blockdiff.training.ema import AVERAGE, averaged_copy, update_average
 from blockdiff.training.meter import Meter
 from blockdiff.training.optimizer import build_optimizer, lr_ratio
+from blockdiff.training.sharding import shard
 
 if TYPE_CHECKING:
     from blockdiff.data.loader import Batch
-
-AVERAGE = "average."
 
 
 class DiffusionModule(L.LightningModule):
@@ -56,6 +55,14 @@ class DiffusionModule(L.LightningModule):
         self.block_size, self.seed, self.global_batch_size = block_size, seed, global_batch_size
         self.max_steps, self.start_step = max_steps, start_step
         self.meter = Meter(torch.device("cpu"))
+
+    def configure_model(self) -> None:
+        """Splits the networks where the strategy says so."""
+        if self.device_mesh is None:
+            return
+        for network in (self.denoiser, self.average):
+            if network is not None:
+                shard(network, self.device_mesh["data_parallel"])
 
     @property
     def step(self) -> int:

@@ -27,7 +27,7 @@ MAY_CHANGE = (
 )
 """Keys whose change alters where or how fast a run computes, or what it shows, but not the steps already
 taken. `trainer.max_steps` is bound by a rule of its own: the learning rates of these steps must stay the
-same."""
+same. `trainer.strategy` may not change to or from fsdp, whose checkpoints are of another kind."""
 
 MAX_STEPS_HINT = (
     "\n(another max_steps changes the learning rates of the steps already taken; with optimizer.schedule=constant, or "
@@ -52,6 +52,8 @@ def check_same_run(directory: Path, old: dict[str, Any], new: dict[str, Any], sa
     """
     lines = {key: f"  {key}: {before} -> {now}" for key, before, now in difference(old, new)}
     harmless = {key for key in lines if any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)}
+    if "fsdp" in (old["trainer"]["strategy"], new["trainer"]["strategy"]):
+        harmless.discard("trainer.strategy")  # their checkpoints are of another kind
     prolonged_in_vain = "trainer.max_steps" in lines and not same_learning_rates
     if prolonged_in_vain:
         harmless.discard("trainer.max_steps")

@@ -8,28 +8,44 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from blockdiff.training.checkpoints import checkpoint_path, open_checkpoint, prune, save_checkpoint
+from blockdiff.training.checkpoints import (
+    checkpoint_path,
+    open_checkpoint,
+    prune,
+    save_checkpoint,
+    set_aside,
+    write_manifest,
+)
 from blockdiff.training.config import OnCheckpointError, TrainerConfig
 from blockdiff.training.errors import CheckpointWriteError
+from blockdiff.training.shards import first_does, save_shards
 
 
 class DurableCheckpointIO(CheckpointIO):
-    """Reads and writes single files as `training.checkpoints` defines them.
+    """Reads and writes checkpoints as `training.checkpoints` defines them.
 
     A failure to write is kept, not raised: only one of several processes writes, and the others must not be
     left waiting for it.
     """
 
-    def __init__(self, facts: dict[str, Any]) -> None:
-        """Args: what manifests say beside step, sizes and hashes."""
-        self.facts = facts
+    def __init__(self, facts: dict[str, Any], *, sharded: bool = False) -> None:
+        """Args: what manifests say beside step, sizes and hashes; whether all processes write their shards together."""
+        self.facts, self.sharded = facts, sharded
         self._failure: OSError | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         try:
-            save_checkpoint(checkpoint, Path(path), self.facts)
+            if self.sharded:
+                self._save_together(checkpoint, Path(path))
+            else:
+                save_checkpoint(checkpoint, Path(path), self.facts)
         except OSError as error:
             self._failure = error
+
+    def _save_together(self, checkpoint: dict[str, Any], path: Path) -> None:
+        first_does(lambda: set_aside(path))
+        files = save_shards(checkpoint, path)
+        first_does(lambda: write_manifest(path, checkpoint["global_step"], files, self.facts))
 
     def take_failure(self) -> str | None:
         """Why the last save failed, once; None if it did not."""

@@ -11,6 +11,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+from blockdiff.training.agreement import Agreement
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -25,6 +27,11 @@ class StopRequest:
         """Takes the signals over from whoever has them, until `restore`. For the main thread."""
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._hear)
+
+    def agree(self, agreement: Agreement) -> None:
+        """A signal to any process of the run is one to all of them."""
+        number = agreement.largest(self.signal or 0)
+        self.signal = signal.Signals(number) if number else None
 
     def restore(self) -> None:
         """Gives the signals back."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
+from datetime import timedelta
 
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
+from blockdiff.training import config as settings
 from blockdiff.training.config import TrainerConfig
+from blockdiff.training.saving import DurableCheckpointIO
+from blockdiff.training.sharding import ShardedStrategy
 
 
 def resolve_precision(config: TrainerConfig) -> str:
@@ -28,7 +33,7 @@ def build_trainer(
     grad_clip: float,
     callbacks: list[L.Callback],
     loggers: list[Logger],
-    checkpoint_io: CheckpointIO,
+    checkpoint_io: DurableCheckpointIO,
     directory: str,
 ) -> L.Trainer:
     """A Trainer that takes `steps` optimizer steps and leaves rhythm, validation and saving to the callbacks."""
@@ -37,12 +42,12 @@ def build_trainer(
         accelerator=config.accelerator,
         devices=config.devices,
         num_nodes=config.nodes,
-        strategy=config.strategy.value,
+        strategy=build_strategy(config),
         precision=resolve_precision(config),  # type: ignore[arg-type]
         max_steps=steps,
         gradient_clip_val=grad_clip or None,
         callbacks=callbacks,
-        plugins=[checkpoint_io],
+        plugins=[checkpoint_io, *_environment()],
         logger=loggers,
         default_root_dir=directory,
         limit_val_batches=0,
@@ -55,9 +60,38 @@ def build_trainer(
     )
 
 
+def build_strategy(config: TrainerConfig) -> str | Strategy:
+    """How processes share the work; ``auto`` for a single one."""
+    timeout = timedelta(seconds=config.timeout_seconds)
+    match config.strategy:
+        case settings.Strategy.fsdp:
+            return ShardedStrategy(processes(config), timeout)
+        case settings.Strategy.ddp:
+            return DDPStrategy(timeout=timeout)
+        case settings.Strategy.auto:
+            return DDPStrategy(timeout=timeout) if processes(config) > 1 else "auto"
+
+
+def processes(config: TrainerConfig) -> int:
+    """How many processes the run has: one a device, on all nodes."""
+    if config.devices != "auto":
+        return int(config.devices) * config.nodes
+    on_cuda = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return (torch.cuda.device_count() if on_cuda else 1) * config.nodes
+
+
+def _environment() -> list[SLURMEnvironment]:
+    """Keeps Lightning from answering SLURM's signals with checkpoints and requeues of its own."""
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        return [SLURMEnvironment(auto_requeue=False)]
+    return []
+
+
 def _quieten() -> None:
     """Keeps Lightning's news of itself, and advice that does not fit here, out of the run's output."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It says which process died before it ends the others.
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", message=".*does not have many workers", module="lightning")
     warnings.filterwarnings("ignore", message=".*is deprecated", module="lightning")
