@@ -221,7 +221,9 @@ class StepBorder(L.Callback):
             self._fail(where)
 
     def _check_weights(self, module: DiffusionModule) -> None:
-        finite = torch.stack([torch.isfinite(local_part(weight)).all() for weight in module.denoiser.parameters()]).all()
+        finite = torch.stack(
+            [torch.isfinite(local_part(weight)).all() for weight in module.denoiser.parameters()]
+        ).all()
         if self._agreement.any(not bool(finite)):
             self._fail(f"the weights after step {module.step} are not finite, though the loss before was")
 

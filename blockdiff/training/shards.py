@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,10 @@ def read_part(path: Path, part: str) -> dict[str, Tensor]:
         for name, facts in index.items()
         if name.startswith(f"{part}.") and isinstance(facts, TensorStorageMetadata)
     }
-    if found:
-        dcp.load(found, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*load in a single process")
+        if found:
+            dcp.load(found, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return {name.removeprefix(f"{part}."): tensor for name, tensor in found.items()}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from leftovers import as_if_killed_after, assert_same, curves
 from miniature import RunConfig, final_checkpoint, run
 
 from blockdiff.core.corruption import CorruptionKind
@@ -26,41 +27,6 @@ from blockdiff.training.report import Summary
 
 Make = Callable[..., RunConfig]
 KEPT: dict[str, Any] = {"trainer__keep_last": 99}
-
-
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    """Equal bit for bit, all the way down."""
-    assert type(one) is type(other), where
-    if isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_same(*pair, f"{where}[{index}]")
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype, where
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
-
-
-def curves(summary: Summary) -> list[dict[str, float]]:
-    """The rows without what a clock measured."""
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in read_rows(summary.directory)]
-
-
-def as_if_killed_after(directory: Path, step: int, copy: Path) -> None:
-    """What a kill in the midst of later steps leaves: rows that no checkpoint covers, a torn line, a torn file."""
-    shutil.copytree(directory, copy)
-    for path in list_checkpoints(copy):
-        if int(path.stem.removeprefix("step-")) > step:
-            path.unlink()
-            manifest_path(path).unlink()
-    with open(copy / "metrics.csv", "a", encoding="utf-8") as file:
-        file.write("9999,1.5,")
-    (copy / ".writing-step-00000099.ckpt").write_bytes(b"half")
 
 
 @pytest.mark.parametrize(
@@ -81,14 +47,11 @@ def test_going_on_is_never_having_stopped(make_config: Make, changes: dict[str, 
         step = int(path.stem.removeprefix("step-"))
         name = f"killed-after-{step}"
         as_if_killed_after(straight.directory, step, straight.directory.parent / name)
-        renamed = (straight.directory.parent / name / "config.yaml").read_text(encoding="utf-8")
-        renamed = renamed.replace("name: run\n", f"name: {name}\n")
-        (straight.directory.parent / name / "config.yaml").write_text(renamed, encoding="utf-8")
         config.name = name
         resumed = run(config)
         assert resumed.step == 8
         assert_same(final_checkpoint(resumed), final_checkpoint(straight))
-        assert curves(resumed) == curves(straight)
+        assert curves(resumed.directory) == curves(straight.directory)
         assert not list(resumed.directory.glob(".writing-*"))
 
 
@@ -102,7 +65,7 @@ def test_another_micro_batch_goes_on_with_the_same_data(make_config: Make) -> No
     resumed = run(make_config(data__micro_batch_size=4, **changes), printed=printed)
     assert "data.micro_batch_size: 1 -> 4" in printed.getvalue()
     reference = run(make_config(name="other", data__micro_batch_size=2, **changes))
-    for one, other in zip(curves(resumed), curves(reference), strict=True):
+    for one, other in zip(curves(resumed.directory), curves(reference.directory), strict=True):
         assert one == pytest.approx(other, rel=1e-9)
 
 
@@ -165,7 +128,7 @@ def test_a_run_is_prolonged_only_where_its_past_stays_the_same(make_config: Make
     run(make_config(name="prolonged", trainer__max_steps=4, **constant))
     prolonged = run(make_config(name="prolonged", trainer__max_steps=6, **constant))
     assert_same(final_checkpoint(prolonged), final_checkpoint(straight))
-    assert curves(prolonged) == curves(straight)
+    assert curves(prolonged.directory) == curves(straight.directory)
 
 
 def test_other_source_text_is_refused(make_config: Make, tmp_path: Path) -> None:
@@ -223,7 +186,7 @@ def test_kill_9_and_a_second_launch(make_config: Make, tmp_path: Path, corpus: P
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints" / "run")] == ["step-00000002.ckpt"]
     resumed = run(make_config(trainer__max_steps=8))
     assert_same(final_checkpoint(resumed), final_checkpoint(straight))
-    assert curves(resumed) == curves(straight)
+    assert curves(resumed.directory) == curves(straight.directory)
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(make_config: Make, tmp_path: Path, corpus: Path) -> None:
@@ -239,4 +202,4 @@ def test_ctrl_c_saves_and_says_how_to_go_on(make_config: Make, tmp_path: Path, c
     assert list_checkpoints(tmp_path / "checkpoints" / "run")[-1].name == "step-00000003.ckpt"
     resumed = run(make_config(trainer__max_steps=8))
     assert_same(final_checkpoint(resumed), final_checkpoint(straight))
-    assert curves(resumed) == curves(straight)
+    assert curves(resumed.directory) == curves(straight.directory)
