@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from leftovers import as_if_killed_after, assert_same, curves
 from miniature import RunConfig, final_checkpoint, run
 
 from blockdiff.core.corruption import CorruptionKind
-from blockdiff.training.checkpoints import checkpoint_path, list_checkpoints, manifest_path
+from blockdiff.training.checkpoints import checkpoint_path, list_checkpoints
 from blockdiff.training.config import LearningRate, OptimizerName, Resume
 from blockdiff.training.lock import RunLockedError
-from blockdiff.training.metrics import read_rows
-from blockdiff.training.report import Summary
 
 Make = Callable[..., RunConfig]
 KEPT: dict[str, Any] = {"trainer__keep_last": 99}
