@@ -27,7 +27,7 @@ from blockdiff.training.border import Outputs, Preview, StepBorder
 from blockdiff.training.checkpoints import Newest, sweep
 from blockdiff.training.config import Strategy
 from blockdiff.training.display import Display
-from blockdiff.training.durable import write_text_durably
+from blockdiff.training.durable import refused, write_text_durably
 from blockdiff.training.errors import ProcessLostError
 from blockdiff.training.lock import RunLock
 from blockdiff.training.loggers import build_loggers
@@ -96,8 +96,6 @@ def run_training(
     check(config)
     directory = Path(config.run_root) / (config.name or default_name(config))
     first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
-    if first:
-        directory.mkdir(parents=True, exist_ok=True)
     with RunLock(directory) if first else nullcontext():
         start = choose_checkpoint(directory, config.resume)
         changes = _check_same_run(config, start)
@@ -107,9 +105,7 @@ def run_training(
         preview = make_preview(prepared.tokenizer) if make_preview else None
         run = Run(config, directory, start, prepared, first, console or Console(), preview)
         if first:
-            sweep(directory)
-            write_text_durably(directory / CONFIG_NAME, dump_yaml(config))
-            prepared.tokenizer.save(directory / "tokenizer.json")
+            _furnish(run)
             _announce(run, changes)
         return _train(run)
 
@@ -293,6 +289,16 @@ def _finish(run: Run, saver: Saver, step: int, signal: Signals | None, speed: fl
         if not summary.finished:
             run.console.print(f"Give the same command again to go on from {saver.last_good}.", soft_wrap=True)
     return summary
+
+
+def _furnish(run: Run) -> None:
+    """Puts config and tokenizer into the run directory, and removes what a killed process left half-written."""
+    try:
+        sweep(run.directory)
+        write_text_durably(run.directory / CONFIG_NAME, dump_yaml(run.config))
+        write_text_durably(run.directory / "tokenizer.json", run.prepared.tokenizer.to_json())
+    except OSError as error:
+        raise refused(run.directory, error) from error
 
 
 def _announce(run: Run, changes: list[str]) -> None:

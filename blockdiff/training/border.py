@@ -198,13 +198,15 @@ class StepBorder(L.Callback):
         began = time.perf_counter()
         self._check_loss(module)
         self._check_weights(module)
-        if self.outputs:
-            self.outputs.metrics.force()
-        warning = self.saver.save(trainer, module.step, ending)
+        warning = self.saver.save(trainer, module.step, ending, self._force_metrics)
         if warning and self.outputs:
             self.outputs.display.note(warning)
         self._saved_at = time.monotonic()
         self.pace.skip(time.perf_counter() - began)
+
+    def _force_metrics(self) -> None:
+        if self.outputs:
+            self.outputs.metrics.force()
 
     def _minutes_passed(self) -> bool:
         minutes = self.config.checkpoint_every_minutes

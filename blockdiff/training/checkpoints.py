@@ -78,8 +78,8 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, facts: dict[str, Any
     def write(file: HashingFile) -> None:
         try:
             torch.save(checkpoint, cast("IO[bytes]", file))
-        except RuntimeError as error:  # torch's writer hides the reason when the disk is full
-            raise OSError(f"{path}: {error}") from error
+        except RuntimeError as error:  # torch's writer hides the reason
+            raise file.failure or OSError(str(error)) from error
 
     set_aside(path)
     file = write_durably(path, write)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,11 +18,16 @@ class HashingFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash, self.size = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Appends; returns the number of bytes."""
         self._hash.update(data)
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:  # remembered for callers between us and whom the reason gets lost
+            self.failure = error
+            raise
         count = memoryview(data).nbytes
         self.size += count
         return count
@@ -76,6 +82,15 @@ def force_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def refused(directory: Path, error: OSError) -> ValueError:
+    """For users: a run directory that cannot be written, and the remedy."""
+    exists = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
+    return ValueError(
+        f"{directory} cannot be written ({error.strerror or error}; {shutil.disk_usage(exists).free:,} bytes are free "
+        "there): free some space, or set run_root to another directory"
+    )
 
 
 def describe_file(path: Path) -> dict[str, Any]:

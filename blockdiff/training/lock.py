@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from blockdiff.training.durable import refused
+
 NAME = "run.lock"
 
 
@@ -35,26 +37,31 @@ class RunLock:
         self._file: Any = None
 
     def __enter__(self) -> Self:
-        """Takes the lock.
+        """Makes the directory if need be, and takes the lock.
 
         Raises:
             RunLockedError: a live process on this or another machine holds it.
+            ValueError: the directory cannot be written.
         """
-        self._file = open(self.path, "a+", encoding="utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b", buffering=0)
+        except OSError as error:
+            raise refused(self.path.parent, error) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._wait_for_heartbeat()
+            self._sign()
         except BlockingIOError:
             self._refuse()
+        except OSError as error:
+            self._file.close()
+            raise refused(self.path.parent, error) from error
         except BaseException:
             self._file.close()
             raise
         # Workers of a data loader must not hold the lock of a process that was killed.
         os.register_at_fork(after_in_child=self._file.close)
-        self._file.truncate(0)
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": _now()}
-        self._file.write(json.dumps(owner) + "\n")
-        self._file.flush()
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
@@ -63,6 +70,11 @@ class RunLock:
         self._stop.set()
         self._file.truncate(0)
         self._file.close()
+
+    def _sign(self) -> None:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": _now()}
+        self._file.truncate(0)
+        self._file.write(json.dumps(owner).encode() + b"\n")
 
     def _beat(self) -> None:
         while not self._stop.wait(self._beat_seconds):

@@ -9,6 +9,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from blockdiff.training.durable import write_text_durably
@@ -39,16 +40,27 @@ class MetricsTable:
         text = ",".join(self.columns) + "\n" + self._lines(kept)
         if not self.path.exists() or self.path.read_text(encoding="utf-8") != text:
             write_text_durably(self.path, text)
-        self._file = open(self.path, "a", encoding="utf-8", newline="")  # noqa: SIM115 - closed by `close`
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._unwritten = b""
 
     def append(self, row: Row) -> None:
-        """Adds a row; columns that it lacks stay empty. It is handed to the operating system whole."""
-        self._file.write(self._lines([row]))
-        self._file.flush()
+        """Adds a row; columns that it lacks stay empty. What a full disk does not take is kept for later."""
+        self._unwritten += self._lines([row]).encode()
+        with suppress(OSError):
+            self._write()
 
     def force(self) -> None:
-        """Forces all rows to the disk: a checkpoint must not outlive the rows before it."""
+        """Forces all rows to the disk: a checkpoint must not outlive the rows before it.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        self._write()
         os.fsync(self._file.fileno())
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
         """Ends the table."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,14 @@ class Saver:
         self.directory, self.config, self.io = directory, config, io
         self.last_good = last_good
 
-    def save(self, trainer: L.Trainer, step: int, ending: bool) -> str | None:
+    def save(self, trainer: L.Trainer, step: int, ending: bool, first: Callable[[], None]) -> str | None:
         """Writes the checkpoint of `step`, in all processes together.
 
         Args:
             trainer: that trains.
             step: finished steps.
             ending: whether the run ends here: then there is no later checkpoint to wait for.
+            first: brings to the disk what must be there before the checkpoint; its OSError is a failure to save.
 
         Returns:
             A warning if it could not be written and the run goes on nevertheless.
@@ -87,15 +90,16 @@ class Saver:
         path = checkpoint_path(self.directory, step)
         if path == self.last_good:
             return None
-        trainer.save_checkpoint(path, weights_only=False)
-        failure = trainer.strategy.broadcast(self.io.take_failure())
+        failure = self._save(trainer, path, first)
         if failure is None:
             self.last_good = path
             if trainer.is_global_zero:
                 prune(self.directory, self.config.keep_last, self.config.keep_every)
             return None
+        free = shutil.disk_usage(self.directory).free
         message = (
-            f"the checkpoint of step {step} could not be written ({failure}); {describe_last_good(self.last_good)}"
+            f"the checkpoint of step {step} could not be written to {self.directory} ({failure}; now that its "
+            f"unfinished files are removed, {free:,} bytes are free there); {describe_last_good(self.last_good)}"
         )
         if ending or self.config.on_checkpoint_error is OnCheckpointError.stop:
             raise CheckpointWriteError(
@@ -103,6 +107,19 @@ class Saver:
                 "would go on to the next checkpoint)"
             )
         return message + ". The run goes on (trainer.on_checkpoint_error=continue)"
+
+    def _save(self, trainer: L.Trainer, path: Path, first: Callable[[], None]) -> str | None:
+        """Why it could not be saved, in all processes alike."""
+        failure = None
+        try:
+            first()
+        except OSError as error:
+            failure = str(error)
+        failure = trainer.strategy.broadcast(failure)
+        if failure is None:
+            trainer.save_checkpoint(path, weights_only=False)
+            failure = trainer.strategy.broadcast(self.io.take_failure())
+        return failure
 
 
 def describe_last_good(path: Path | None) -> str:

@@ -1,6 +1,6 @@
 """One process of several: does the jobs of a list, one after the other, together with its companions.
 
-Launched by `torchrun`; the arguments are a directory, the corpus, and the jobs as JSON. A job is a set of changes to
+Launched by `torchrun`; the arguments are a directory, the corpus, and the jobs as JSON. A job is a set of changes of
 the miniature run, or `{"copy": [name, step, copy]}`: what a kill after that step would have left of a run.
 """
 

@@ -1,0 +1,120 @@
+"""`train.py` as several processes: who stops, dies or hangs, and the same command again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from leftovers import curves
+from test_processes import close
+
+from blockdiff import cli
+from blockdiff.training.checkpoints import list_checkpoints, manifest_path
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [str(ROOT / "train.py"), "trainer.devices=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+RUN = [
+    "data=text",
+    "data.files=corpus.txt",
+    "data.tokenizer=bytes",
+    "data.val_fraction=0.2",
+    "data.global_batch_size=4",
+    "data.micro_batch_size=1",
+    "model.layers=2",
+    "model.width=16",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "block_size=4",
+    "seq_len=32",
+    "optimizer.warmup_steps=2",
+    "trainer.max_steps=60",
+    "trainer.val_every=30",
+    "trainer.val_samples=3",
+    "trainer.checkpoint_every=10",
+    "trainer.preview=false",
+    "trainer.precision=64-true",
+    "trainer.accelerator=cpu",
+    "sampler.max_new_tokens=4",
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "corpus.txt").write_bytes(corpus.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(command: list[str], *changes: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command, *RUN, "name=two", *changes],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_a_checkpoint(directory: Path, process: subprocess.Popen[str]) -> None:
+    """Until there is a whole one that was not there before."""
+    before = len(list_checkpoints(directory)) and max(list_checkpoints(directory))
+    while process.poll() is None:
+        whole = [path for path in list_checkpoints(directory) if manifest_path(path).exists()]
+        if whole and max(whole) != before:
+            return
+        time.sleep(0.02)
+
+
+def companions(process: subprocess.Popen[str]) -> Sequence[psutil.Process]:
+    return psutil.Process(process.pid).children()
+
+
+def test_a_stopped_then_a_killed_companion_and_the_same_run_by_torchrun(place: Path) -> None:
+    assert cli.main(["train", *RUN, "name=one", "trainer.devices=1"]) == 0
+    directory = place / "checkpoints" / "two"
+
+    process = start(COMMAND)
+    wait_for_a_checkpoint(directory, process)
+    companions(process)[0].send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 138, output
+    assert "two: stopped by SIGUSR1 at step" in output
+    assert len(list_checkpoints(directory)) == 2
+
+    process = start(COMMAND)
+    wait_for_a_checkpoint(directory, process)
+    companions(process)[0].kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "going on from step-" in output
+    assert "blockdiff: another process of this run has ended" in output
+    assert "the last good checkpoint is checkpoints/two/step-" in output
+
+    process = start([*TORCHRUN, *COMMAND])
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "going on from step-" in output
+    close(curves(directory), curves(place / "checkpoints" / "one"), 1e-10)
+
+
+def test_a_companion_that_hangs_is_waited_for_until_the_timeout(place: Path) -> None:
+    directory = place / "checkpoints" / "two"
+    process = start(COMMAND, "trainer.timeout_seconds=12", "trainer.max_steps=10000")
+    wait_for_a_checkpoint(directory, process)
+    hanging = companions(process)[0]
+    hanging.suspend()
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        hanging.kill()
+    assert process.returncode == 1, output
+    assert "did not answer within trainer.timeout_seconds=12" in output
