@@ -22,6 +22,7 @@ from blockdiff.core.bound import EVALUATION_SEED, Bound, bound_sums
 from blockdiff.data.loader import Batch
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.model.scoring import score_blocks
+from blockdiff.training.validation import validation_sums
 
 
 @dataclass
@@ -61,16 +62,7 @@ def score_batches(
 ) -> Bound:
     """The bound over the batches of a validation loader; rows without counted positions add nothing."""
     device = denoiser.embedding.weight.device
-    sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
-    for batch in batches:
-        tokens_BL, document_BL, counted_BL, sample_B = (
-            x.to(device, non_blocking=True)
-            for x in (batch.tokens_BL, batch.document_BL, batch.counted_BL, batch.sample_B)
-        )
-        nats_BKN = score_blocks(
-            denoiser, tokens_BL, document_BL, counted_BL, sample_B, block_size=block_size, views=views, seed=seed
-        )
-        sums_3 += bound_sums(nats_BKN, counted_BL)
+    sums_3 = validation_sums(denoiser, batches, block_size=block_size, views=views, device=device, seed=seed)
     return Bound.from_sums(sums_3)
 
 

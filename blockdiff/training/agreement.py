@@ -34,6 +34,9 @@ class Agreement:
         return self.largest(number) == -self.largest(-number)
 
 
+_SIGNS = ("gloo", "NCCL", "pair closure", "closed by peer", "reset by peer", "Broken pipe")
+
+
 def is_lost_process(error: RuntimeError) -> bool:
     """Whether a collective operation failed because another process ended or did not answer."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)

@@ -113,8 +113,9 @@ def test_a_companion_that_hangs_is_waited_for_until_the_timeout(place: Path) -> 
     hanging = companions(process)[0]
     hanging.suspend()
     try:
-        output, _ = process.communicate(timeout=60)
+        process.wait(timeout=60)
     finally:
         hanging.kill()
+    output, _ = process.communicate(timeout=10)
     assert process.returncode == 1, output
     assert "did not answer within trainer.timeout_seconds=12" in output
