@@ -36,7 +36,8 @@ MAX_STEPS, CHECKPOINT_EVERY, MOST_STEPS = 800, 5, 25
 RUN = f"""
 data=text data.files=corpus.txt data.tokenizer=bytes data.val_fraction=0.2 data.global_batch_size=4
 data.micro_batch_size=1 data.workers=1 model.layers=2 model.width=16 model.heads=2 model.kv_heads=1
-block_size=4 seq_len=32 optimizer.warmup_steps=20 trainer.max_steps={MAX_STEPS} trainer.val_every=50 trainer.val_samples=4 trainer.log_every=1
+block_size=4 seq_len=32 optimizer.warmup_steps=20
+trainer.max_steps={MAX_STEPS} trainer.val_every=50 trainer.val_samples=4 trainer.log_every=1
 trainer.checkpoint_every={CHECKPOINT_EVERY} trainer.keep_last=3 trainer.preview=false trainer.accelerator=cpu
 sampler.max_new_tokens=4
 """.split()

@@ -10,7 +10,6 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch.utils.data import DataLoader
 
@@ -25,7 +24,7 @@ from blockdiff.records import dump_yaml, from_plain, read_yaml, to_plain
 from blockdiff.training.agreement import is_lost_process
 from blockdiff.training.border import Outputs, Preview, StepBorder
 from blockdiff.training.checkpoints import Newest, sweep
-from blockdiff.training.config import Strategy
+from blockdiff.training.config import OptimizerName, Strategy
 from blockdiff.training.display import Display
 from blockdiff.training.durable import refused, write_text_durably
 from blockdiff.training.errors import ProcessLostError
@@ -42,7 +41,7 @@ from blockdiff.training.run_directory import (
     choose_checkpoint,
 )
 from blockdiff.training.saving import DurableCheckpointIO, Saver, describe_last_good
-from blockdiff.training.trainer import build_trainer, resolve_precision
+from blockdiff.training.trainer import build_trainer, is_first_process, resolve_precision
 
 if TYPE_CHECKING:
     from blockdiff.config import TrainConfig
@@ -95,7 +94,7 @@ def run_training(
     """
     check(config)
     directory = Path(config.run_root) / (config.name or default_name(config))
-    first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    first = is_first_process()
     with RunLock(directory) if first else nullcontext():
         start = choose_checkpoint(directory, config.resume)
         changes = _check_same_run(config, start)
@@ -117,6 +116,8 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"name={config.name} must be a plain directory name, such as name=demo")
     for part in (config.model, config.noise, config.optimizer, config.trainer, config.logger):
         part.check()
+    if config.trainer.strategy is Strategy.fsdp and config.optimizer.name is OptimizerName.muon:
+        raise ValueError("optimizer.name=muon needs whole matrices: not with trainer.strategy=fsdp; use ddp, or adamw")
     accumulation_of(config.data.global_batch_size, config.data.micro_batch_size, 1)
 
 

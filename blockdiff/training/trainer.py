@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from blockdiff.training import config as settings
 from blockdiff.training.config import TrainerConfig
@@ -78,6 +80,12 @@ def processes(config: TrainerConfig) -> int:
         return int(config.devices) * config.nodes
     on_cuda = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     return (torch.cuda.device_count() if on_cuda else 1) * config.nodes
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one of all nodes that writes, known before the processes have met."""
+    on_first_node = os.environ.get("NODE_RANK", "0") == "0"  # set by hand where no launcher numbers the processes
+    return on_first_node and rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 
 def _environment() -> list[SLURMEnvironment]:

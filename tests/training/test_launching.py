@@ -16,7 +16,10 @@ from leftovers import curves
 from test_processes import close
 
 from blockdiff import cli
+from blockdiff.composition import load_config
 from blockdiff.training.checkpoints import list_checkpoints, manifest_path
+from blockdiff.training.config import Strategy
+from blockdiff.training.trainer import is_first_process
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [str(ROOT / "train.py"), "trainer.devices=2"]
@@ -99,7 +102,7 @@ def test_a_stopped_then_a_killed_companion_and_the_same_run_by_torchrun(place: P
     assert "blockdiff: another process of this run has ended" in output
     assert "the last good checkpoint is checkpoints/two/step-" in output
 
-    process = start([*TORCHRUN, *COMMAND])
+    process = start([*TORCHRUN, COMMAND[0], "trainer=ddp"])
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert "going on from step-" in output
@@ -119,3 +122,34 @@ def test_a_companion_that_hangs_is_waited_for_until_the_timeout(place: Path) -> 
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 1, output
     assert "did not answer within trainer.timeout_seconds=12" in output
+
+
+@pytest.mark.parametrize(
+    ("group", "environment", "nodes", "devices"),
+    [
+        ("ddp", {}, 1, "auto"),
+        ("ddp", {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "8"}, 2, 8),
+        ("fsdp", {"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}, 3, 1),
+        ("slurm", {"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}, 4, 8),
+    ],
+)
+def test_presets_take_their_sizes_from_the_launcher(
+    group: str, environment: dict[str, str], nodes: int, devices: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    trainer = load_config("train", [f"trainer={group}"]).trainer
+    assert (trainer.nodes, trainer.devices) == (nodes, devices)
+    assert trainer.strategy is (Strategy.fsdp if group == "fsdp" else Strategy.ddp)
+
+
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [({}, True), ({"NODE_RANK": "1"}, False), ({"NODE_RANK": "0"}, True)],
+)
+def test_one_process_of_all_nodes_is_the_first(
+    environment: dict[str, str], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_first_process() is first

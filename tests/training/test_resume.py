@@ -17,7 +17,8 @@ from leftovers import as_if_killed_after, assert_same, curves
 from miniature import RunConfig, final_checkpoint, run
 
 from blockdiff.core.corruption import CorruptionKind
-from blockdiff.training.checkpoints import checkpoint_path, list_checkpoints
+from blockdiff.training import durable
+from blockdiff.training.checkpoints import checkpoint_path, list_checkpoints, newest_valid
 from blockdiff.training.config import LearningRate, OptimizerName, Resume
 from blockdiff.training.lock import RunLockedError
 
@@ -199,3 +200,60 @@ def test_ctrl_c_saves_and_says_how_to_go_on(make_config: Make, tmp_path: Path, c
     resumed = run(make_config(trainer__max_steps=8))
     assert_same(final_checkpoint(resumed), final_checkpoint(straight))
     assert curves(resumed.directory) == curves(straight.directory)
+
+
+@pytest.mark.parametrize("moment", ["half of it written", "written, not renamed", "renamed, no manifest", "pruning"])
+def test_kill_9_within_a_checkpoint(make_config: Make, moment: str) -> None:
+    """In a forked process, which kills itself while it saves step 4."""
+    changes = {"trainer__max_steps": 6, "trainer__keep_last": 1, "trainer__log_every": 1}
+    straight = run(make_config(name="straight", **changes))
+    child = os.fork()
+    if not child:
+        die_while_saving(4, moment)
+        run(make_config(**changes))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    directory = straight.directory.parent / "run"
+    survivor = 4 if moment == "pruning" else 2
+    assert newest_valid(directory).step == survivor
+    printed = io.StringIO()
+    resumed = run(make_config(**changes), printed=printed)
+    assert f"going on from step-{survivor:08d}.ckpt" in printed.getvalue()
+    assert ("passed over" in printed.getvalue()) == (moment == "renamed, no manifest")
+    assert_same(final_checkpoint(resumed), final_checkpoint(straight))
+    assert curves(resumed.directory) == curves(straight.directory)
+    assert not list(directory.glob(".writing-*"))
+
+
+def die_while_saving(step: int, moment: str) -> None:
+    """Replaces what the moment goes through by a kill."""
+    name = f"step-{step:08d}.ckpt"
+    write, replace, unlink = durable.HashingFile.write, os.replace, Path.unlink
+    written = 0
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def counting_write(self: durable.HashingFile, data: bytes) -> int:
+        nonlocal written
+        written += len(data) if name in str(self._file.name) else 0
+        if written > 20_000 and moment == "half of it written":
+            die()
+        return write(self, data)
+
+    def watching_replace(source: Path, target: Path) -> None:
+        if target.name == name and moment == "written, not renamed":
+            die()
+        replace(source, target)
+        if target.name == name and moment == "renamed, no manifest":
+            die()
+
+    def watching_unlink(self: Path, missing_ok: bool = False) -> None:
+        unlink(self, missing_ok)
+        if self.suffix == ".json" and moment == "pruning":
+            die()
+
+    durable.HashingFile.write = counting_write  # type: ignore[method-assign]
+    os.replace = watching_replace  # type: ignore[assignment]
+    Path.unlink = watching_unlink  # type: ignore[method-assign]

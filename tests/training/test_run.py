@@ -28,7 +28,7 @@ from blockdiff.data.prepare import prepare
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.model.scoring import score_blocks
 from blockdiff.training.checkpoints import list_checkpoints, read_weights, step_of
-from blockdiff.training.config import LoggerName, OnCheckpointError, TrainerConfig
+from blockdiff.training.config import LoggerName, OnCheckpointError, OptimizerName, Strategy, TrainerConfig
 from blockdiff.training.display import Display
 from blockdiff.training.errors import CheckpointWriteError, NonFiniteError
 from blockdiff.training.metrics import read_rows
@@ -289,6 +289,9 @@ def test_other_loggers_get_the_same_figures(
         ({"trainer__precision": "bf16"}, "trainer.precision=bf16 must be one of"),
         ({"trainer__val_views": 1}, "trainer.val_views=1 must be at least 2"),
         ({"trainer__devices": "two"}, "trainer.devices=two must be a number"),
+        ({"trainer__timeout_seconds": 0}, "trainer.timeout_seconds=0 must be positive"),
+        ({"trainer__strategy": Strategy.fsdp, "trainer__precision": "64-true"}, "does not go with"),
+        ({"trainer__strategy": Strategy.fsdp, "optimizer__name": OptimizerName.muon}, "muon needs whole matrices"),
         ({"data__micro_batch_size": 3}, "must be a multiple of data.micro_batch_size"),
         ({"data__global_batch_size": 4000, "data__micro_batch_size": 4}, "fewer than data.global_batch_size=4000"),
     ],
