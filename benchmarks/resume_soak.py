@@ -32,7 +32,7 @@ from blockdiff.training.durable import TEMPORARY
 from blockdiff.training.metrics import read_rows
 
 ROOT = Path(__file__).parent.parent
-MAX_STEPS, CHECKPOINT_EVERY, MOST_STEPS = 800, 5, 25
+MAX_STEPS, CHECKPOINT_EVERY, MOST_STEPS = 400, 5, 15
 RUN = f"""
 data=text data.files=corpus.txt data.tokenizer=bytes data.val_fraction=0.2 data.global_batch_size=4
 data.micro_batch_size=1 data.workers=1 model.layers=2 model.width=16 model.heads=2 model.kv_heads=1
@@ -46,7 +46,15 @@ KINDS = ("any moment", "after some steps", "within a write")
 
 @dataclass
 class Tally:
-    """What happened so far."""
+    """What happened so far.
+
+    Attributes:
+        kills: all of them.
+        within_writes: those that left a half-written checkpoint.
+        before_training: those that came before the first step of their launch was logged.
+        replayed: steps that were taken again.
+        broken: checkpoints that were written but not declared finished.
+    """
 
     kills: int = 0
     within_writes: int = 0
@@ -75,6 +83,12 @@ def newest_row(directory: Path) -> int:
         return int(last.partition(b",")[0])
     except (OSError, ValueError):  # not there yet, or its header alone
         return 0
+
+
+def table_of(directory: Path) -> bytes:
+    """The table of metrics as it is."""
+    path = directory / "metrics.csv"
+    return path.read_bytes() if path.exists() else b""
 
 
 def wait_for_the_moment(kind: str, directory: Path, process: subprocess.Popen[bytes], draw: random.Random) -> None:
@@ -107,17 +121,18 @@ def soak(place: Path, kills: int, processes: int, draw: random.Random, console: 
     """Launches and kills, then lets the run come to its end."""
     directory, tally = place / "checkpoints" / "killed", Tally()
     while tally.kills < kills:
-        before = newest_valid(directory).step
+        before, table = newest_valid(directory).step, table_of(directory)
         process = launch(place, "killed", processes)
         wait_for_the_moment(KINDS[tally.kills % 3], directory, process, draw)
         if process.poll() is not None:
             raise SystemExit(f"the run ended by itself with status {process.returncode} after {tally.kills} kills")
         kill(process, draw)
         newest = newest_valid(directory)
+        untouched = table_of(directory) == table
         tally.kills += 1
         tally.within_writes += any(directory.glob(f"{TEMPORARY}step-*"))
-        tally.before_training += newest.step == before and newest_row(directory) <= before
-        tally.replayed += max(newest_row(directory) - newest.step, 0)
+        tally.before_training += untouched or newest_row(directory) <= before
+        tally.replayed += 0 if untouched else newest_row(directory) - newest.step
         tally.broken += len(newest.broken)
         console.print(f"kill {tally.kills}: at step {newest_row(directory)}, goes on from {newest.step}")
     finish(place, "killed", processes)

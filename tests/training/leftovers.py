@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +62,17 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+@contextmanager
+def small_disk(place: Path, size: int) -> Iterator[bool]:
+    """A file system of `size` bytes at `place` until the end; whether mounting it is permitted here."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)

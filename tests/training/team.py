@@ -1,7 +1,8 @@
 """One process of several: does the jobs of a list, one after the other, together with its companions.
 
 Launched by `torchrun`; the arguments are a directory, the corpus, and the jobs as JSON. A job is a set of changes of
-the miniature run, or `{"copy": [name, step, copy]}`: what a kill after that step would have left of a run.
+the miniature run, with `"fails"` one that ends because a checkpoint could not be written, or `{"copy": [name, step,
+copy]}`: what a kill after that step would have left of a run.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,6 +41,7 @@ def main(directory: Path, corpus: Path, jobs: list[dict[str, Any]]) -> None:
     from miniature import miniature, run
 
     from blockdiff.training.config import Strategy
+    from blockdiff.training.errors import CheckpointWriteError
 
     torch.set_num_threads(1)
     for job in jobs:
@@ -47,9 +51,12 @@ def main(directory: Path, corpus: Path, jobs: list[dict[str, Any]]) -> None:
                 as_if_killed_after(directory / "checkpoints" / name, step, directory / "checkpoints" / copy)
             dist.barrier()
             continue
+        failing = job.pop("fails", None)
         if "trainer__strategy" in job:
             job["trainer__strategy"] = Strategy(job["trainer__strategy"])
-        run(miniature(directory, corpus, trainer__devices=dist_size(), **job), preview)
+        config = miniature(directory, corpus, trainer__devices=dist_size(), **job)
+        with pytest.raises(CheckpointWriteError, match=failing) if failing else nullcontext():
+            run(config, preview)
 
 
 def dist_size() -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from leftovers import assert_same, curves
+from leftovers import assert_same, curves, small_disk
 from miniature import RunConfig, final_checkpoint, run
 
 from blockdiff.model.denoiser import Denoiser
@@ -25,13 +24,10 @@ RUN = {"trainer__max_steps": 8, "trainer__val_every": 7, "trainer__keep_last": 9
 def disk(make_config: Make, tmp_path: Path) -> Iterator[Path]:
     """Room for two checkpoints and a half."""
     size = checkpoint_path(run(make_config(name="straight", **RUN)).directory, 8).stat().st_size
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size * 5 // 2}", "tmpfs", str(place)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    with small_disk(tmp_path / "disk", size * 5 // 2) as permitted:
+        if not permitted:
+            pytest.skip("mounting a file system is not permitted here")
+        yield tmp_path / "disk"
 
 
 def steps_on(directory: Path) -> list[int | None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from leftovers import as_if_killed_after, assert_same, curves
+from leftovers import as_if_killed_after, assert_same, curves, small_disk
 from miniature import RunConfig, run
 from team import launch
 
@@ -69,7 +70,13 @@ def runs(place: Path, corpus: Path) -> Path:
         {"copy": ["split", 10, "split-killed"]},
         {"name": "split-killed", **SPLIT},
     ]
-    launch(2, place, corpus, jobs)
+    with small_disk(place / "disk", 1_300_000) as permitted:
+        if permitted:
+            full = {"name": "full", "run_root": str(place / "disk"), "fails": "step 15 could not be written"}
+            jobs.append({**full, **SPLIT})
+        launch(2, place, corpus, jobs)
+        if permitted:
+            shutil.copytree(place / "disk" / "full", directory / "full")
     return directory
 
 
@@ -116,8 +123,6 @@ def test_split_weights_resume_bit_for_bit(runs: Path) -> None:
 
 
 def test_damaged_shards_are_passed_over_and_code_in_them_does_not_run(runs: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = Path(shutil.copytree(runs / "split", tmp_path / "copy"))
     path = checkpoint_path(copy, 20)
     verify(path)
@@ -130,6 +135,13 @@ def test_damaged_shards_are_passed_over_and_code_in_them_does_not_run(runs: Path
     with pytest.raises(CheckpointError, match="does not belong there"):
         read_weights(path)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_full_disk_leaves_the_former_shards(runs: Path) -> None:
+    if not (runs / "full").exists():
+        pytest.skip("mounting a file system is not permitted here")
+    assert newest_valid(runs / "full") == (checkpoint_path(runs / "full", 10), 10, [])
+    assert not list((runs / "full").glob(".writing-*"))
 
 
 def test_split_runs_go_on_split(runs: Path, place: Path, corpus: Path) -> None:
