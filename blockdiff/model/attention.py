@@ -253,6 +253,7 @@ def cached_attention(
     return out.reshape(query_BHTE.shape)
 
 
+@functools.cache
 def flash_available() -> bool:
     """Whether flash-attn is installed (extra ``flash``)."""
     return importlib.util.find_spec("flash_attn") is not None
