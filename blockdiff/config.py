@@ -9,7 +9,7 @@ from typing import Any
 from blockdiff.core.blocks import check_block_size
 from blockdiff.core.bound import EVALUATION_SEED
 from blockdiff.core.corruption import NoiseConfig
-from blockdiff.data.prepare import DataConfig
+from blockdiff.data.config import DataConfig
 from blockdiff.model.denoiser import ModelConfig
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.training.config import LoggerConfig, OptimizerConfig, Resume, TrainerConfig

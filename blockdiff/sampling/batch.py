@@ -90,7 +90,7 @@ class Batch:
         capacity: int | None = None,
         text_by_block: bool = False,
         logit_rule: LogitRule | None = None,
-        on_step: Callable[[StepEvent], None] | None = None,
+        on_step: Callable[[StepEvent], object] | None = None,
     ) -> None:
         """Args:
             denoiser: called under `torch.inference_mode`.

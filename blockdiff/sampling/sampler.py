@@ -36,7 +36,7 @@ def run(
     tokenizer: TokenizerLike | None = None,
     eos_id: int | None = None,
     logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_step: Callable[[StepEvent], object] | None = None,
     progress: Callable[[BlockEvent], None] | None = None,
     text_by_block: bool = False,
 ) -> Run:
@@ -96,7 +96,7 @@ def generate(
     tokenizer: TokenizerLike | None = None,
     eos_id: int | None = None,
     logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_step: Callable[[StepEvent], object] | None = None,
     progress: Callable[[BlockEvent], None] | None = None,
 ) -> list[Generation]:
     """The texts of `run`, without the figures."""
@@ -124,7 +124,7 @@ def stream(
     tokenizer: TokenizerLike | None = None,
     eos_id: int | None = None,
     logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_step: Callable[[StepEvent], object] | None = None,
 ) -> Iterator[BlockEvent]:
     """One event a finished block of each row; arguments as of `run`, errors raised before the first event.
 
@@ -185,7 +185,7 @@ def _batch(
     tokenizer: TokenizerLike | None,
     eos_id: int | None,
     logit_rule: LogitRule | None,
-    on_step: Callable[[StepEvent], None] | None,
+    on_step: Callable[[StepEvent], object] | None,
     *,
     text_by_block: bool = False,
 ) -> Batch:

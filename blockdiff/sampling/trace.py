@@ -11,6 +11,12 @@ from blockdiff.sampling.record import Recorder, show_token
 from blockdiff.sampling.request import Request
 
 
+def check_trace(path: Path) -> None:
+    """Raises a ValueError, worth having before any text is sampled, if the page's folder does not exist."""
+    if not path.parent.is_dir():
+        raise ValueError(f"trace={path}: the folder {path.parent} does not exist; make it first")
+
+
 def write_trace(
     path: Path, recorder: Recorder, requests: list[Request], tokenizer: TokenizerLike, title: str = "blockdiff"
 ) -> None:
@@ -26,8 +32,7 @@ def write_trace(
     Raises:
         ValueError: the folder does not exist.
     """
-    if not path.parent.is_dir():
-        raise ValueError(f"trace={path}: the folder {path.parent} does not exist; make it first")
+    check_trace(path)
     words: dict[int, str] = {}
 
     def word(token: int) -> str:
