@@ -44,7 +44,7 @@ def test_published_recipes_hold_their_numbers():
 
 
 def test_a_run_config_survives_its_yaml():
-    config = load_config("train", ["data=text", "data.files=[a.txt,b.txt]", "model.kv_heads=4"])
+    config = load_config("train", ["data=text", "data.files=[a.txt,b.txt]", "model.kv_heads=2"])
     assert from_plain(TrainConfig, to_plain(config)) == config
 
 
@@ -65,7 +65,7 @@ def test_files_may_be_one_or_a_list(files):
         (["noise.corruption=gaussian"], "exact_count"),
         (["block_size=48"], "block_size=48 must divide seq_len=256; nearest: 32, 64"),
         (["noise.clip=[0.1,0.9]"], "needs noise.corruption=bernoulli"),
-        (["model.heads=3"], "model.heads=3 must divide model.width=256"),
+        (["model.heads=3"], "model.heads=3 must divide model.width=128"),
         (["optimizer.lr=-1"], "optimizer.lr=-1"),
         (["trainer.max_steps=0"], "trainer.max_steps=0"),
     ],

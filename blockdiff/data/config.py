@@ -61,10 +61,10 @@ class DataConfig:
     streaming: bool = False
     tokenizer: TokenizerKind = TokenizerKind.bpe
     tokenizer_file: str = ""
-    vocab_size: int = 4096
+    vocab_size: int = 1024
     bpe_train_bytes: int = 1_000_000_000
     document_mask: bool = True
-    global_batch_size: int = 16
-    micro_batch_size: int = 16
+    global_batch_size: int = 8
+    micro_batch_size: int = 8
     workers: int = 0
     max_train_samples: int | None = None

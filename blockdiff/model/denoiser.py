@@ -53,9 +53,9 @@ class ModelConfig:
         activation_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
     """
 
-    layers: int = 6
-    width: int = 256
-    heads: int = 4
+    layers: int = 4
+    width: int = 128
+    heads: int = 2
     kv_heads: int | None = None
     head_dim: int | None = None
     mlp_width: int | None = None
