@@ -1,4 +1,4 @@
-"""Weights as safetensors: the form in which they leave a run. A file of it holds numbers and nothing that can be run."""
+"""Weights as safetensors, the form in which they leave a run: a file of numbers and nothing that can be run."""
 
 from __future__ import annotations
 
