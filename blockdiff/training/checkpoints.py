@@ -79,12 +79,21 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, facts: dict[str, Any
         except RuntimeError as error:  # torch's writer hides the reason when the disk is full
             raise OSError(f"{path}: {error}") from error
 
-    # A checkpoint that is written again is unfinished until its new manifest is there.
-    manifest_path(path).unlink(missing_ok=True)
+    _set_aside(path)
     file = write_durably(path, write)
     files = {path.name: {"bytes": file.size, "sha256": file.sha256}}
     manifest = {"format": FORMAT, "step": checkpoint["global_step"], "files": files, **facts}
     write_text_durably(manifest_path(path), json.dumps(manifest, indent=1) + "\n")
+
+
+def _set_aside(path: Path) -> None:
+    """A run comes by the step of a broken checkpoint again: the broken files are kept under another name."""
+    present = [file for file in (path, manifest_path(path)) if file.exists()]
+    if not present:
+        return
+    taken = sum(1 for _ in path.parent.glob(f"{path.name}.broken*"))
+    for file in present:
+        file.rename(path.with_name(f"{path.name}.broken{taken}{file.name.removeprefix(path.name)}"))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
