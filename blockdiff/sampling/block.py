@@ -158,9 +158,7 @@ def _progress(block: Block) -> Tensor:
 def _write(block: Block, chosen_BM: Tensor, decision: Decision, step: int) -> None:
     token_BM, accepted_BM, logp_BM = decision
     block.x_BS.scatter_(1, chosen_BM, torch.where(accepted_BM, token_BM, block.x_BS.gather(1, chosen_BM)))
-    block.step_BS.scatter_(
-        1, chosen_BM, torch.where(accepted_BM, step + 1, block.step_BS.gather(1, chosen_BM))
-    )
+    block.step_BS.scatter_(1, chosen_BM, torch.where(accepted_BM, step + 1, block.step_BS.gather(1, chosen_BM)))
     old_BM = block.logp_BS.gather(1, chosen_BM)
     block.logp_BS.scatter_(1, chosen_BM, torch.where(accepted_BM, logp_BM.to(old_BM.dtype), old_BM))
 

@@ -117,9 +117,7 @@ class SamplerConfig:
         self._check_rule()
         self._check_logit_rules(vocab_size)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens={self.max_new_tokens} must be at least 1; null means up to seq_len"
-            )
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1; null means up to seq_len")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1 row")
         if any(not text for text in self.stop):
@@ -128,9 +126,7 @@ class SamplerConfig:
 
     def _check_rule(self) -> None:
         if not 0.0 <= self.threshold <= 1.0:
-            raise ValueError(
-                f"threshold={self.threshold} is a probability: it must lie in [0, 1], such as 0.9"
-            )
+            raise ValueError(f"threshold={self.threshold} is a probability: it must lie in [0, 1], such as 0.9")
         for key, users in (("steps", (Rule.ancestral, Rule.fixed)), ("tokens_per_step", (Rule.fixed,))):
             value = getattr(self, key)
             if value is None:
@@ -144,14 +140,12 @@ class SamplerConfig:
                 )
         if self.steps is not None and self.tokens_per_step is not None:
             raise ValueError(
-                f"steps={self.steps} and tokens_per_step={self.tokens_per_step} both say how fast rule=fixed goes; set one"
+                f"steps={self.steps} and tokens_per_step={self.tokens_per_step} both pace rule=fixed; set one"
             )
         if self.factor <= 0:
             raise ValueError(f"factor={self.factor} must be positive; 1.0 is a cautious start")
         if self.entropy_bound < 0:
-            raise ValueError(
-                f"entropy_bound={self.entropy_bound} must be at least 0 nats; 0 fixes one token a step"
-            )
+            raise ValueError(f"entropy_bound={self.entropy_bound} must be at least 0 nats; 0 fixes one token a step")
         if not 0.0 <= self.remask < 1.0:
             raise ValueError(f"remask={self.remask} must lie in [0, 1): at 1 a block would never end")
 
@@ -172,15 +166,13 @@ class SamplerConfig:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"banned_tokens holds {token}, but token ids go from 0 to {vocab_size - 1}")
         if len(set(self.banned_tokens)) == vocab_size:
-            raise ValueError(
-                f"banned_tokens bans all {vocab_size} tokens of the vocabulary; leave at least one"
-            )
+            raise ValueError(f"banned_tokens bans all {vocab_size} tokens of the vocabulary; leave at least one")
 
     def _check_window(self, block_size: int, seq_len: int) -> None:
         if self.window is Window.error:
             if self.window_keep is not None:
                 raise ValueError(
-                    f"window_keep={self.window_keep} has no effect with window=error; leave it out or set window=sliding"
+                    f"window_keep={self.window_keep} has no effect with window=error; leave it out or use sliding"
                 )
             return
         if self.max_new_tokens is None:

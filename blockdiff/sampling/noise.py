@@ -47,9 +47,7 @@ def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-def token_gumbel(
-    key_B: Tensor, position_BM: Tensor, step: int, vocab_size: int, dtype: torch.dtype
-) -> Tensor:
+def token_gumbel(key_B: Tensor, position_BM: Tensor, step: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
     """Gumbel noise (B, M, V) that draws the tokens of chosen positions at one step.
 
     Args:

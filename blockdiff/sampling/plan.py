@@ -73,9 +73,7 @@ def plan_block(
     words_BS = plan_words(Draw.REVEAL, key_B, position_BS, 0)
     if config.rule is Rule.ancestral:
         level_BS = uniform(words_BS, torch.float64).tolist()
-        return [
-            _on_grid(config, open_, level_S) for open_, level_S in zip(open_by_row, level_BS, strict=True)
-        ]
+        return [_on_grid(config, open_, level_S) for open_, level_S in zip(open_by_row, level_BS, strict=True)]
     return [
         _in_order(config, sorted(open_, key=word_S.__getitem__))
         for open_, word_S in zip(open_by_row, words_BS.tolist(), strict=True)

@@ -20,9 +20,7 @@ from torch import Tensor
 from blockdiff.sampling.rules import accept_best
 
 
-def owed_remasks(
-    open_BS: Tensor, earlier_BS: Tensor, accepted_B: Tensor, remasked_B: Tensor, remask: float
-) -> Tensor:
+def owed_remasks(open_BS: Tensor, earlier_BS: Tensor, accepted_B: Tensor, remasked_B: Tensor, remask: float) -> Tensor:
     """How many tokens of each row are masked again after this step, int64 (B).
 
     Args:

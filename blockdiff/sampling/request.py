@@ -36,11 +36,6 @@ class Request:
         return free
 
 
-def as_request(prompt: list[int] | Request) -> Request:
-    """A plain prompt as a request."""
-    return prompt if isinstance(prompt, Request) else Request(list(prompt))
-
-
 def end_of(request: Request, config: SamplerConfig, seq_len: int) -> int:
     """Position behind the last token that is to be made."""
     if request.new_tokens is not None:
@@ -54,30 +49,24 @@ def end_of(request: Request, config: SamplerConfig, seq_len: int) -> int:
     return max((start + length for start, length in request.holes), default=0)
 
 
-def check_request(
-    request: Request, config: SamplerConfig, *, vocab_size: int, seq_len: int, index: int
-) -> None:
+def check_request(request: Request, config: SamplerConfig, *, vocab_size: int, seq_len: int, index: int) -> None:
     """Raises a ValueError that says which prompt cannot be served, and why."""
     free = request.free()
     for position, token in enumerate(request.tokens):
         if not free[position] and not 0 <= token < vocab_size:
             raise ValueError(
-                f"prompt {index}: token {token} at position {position} is outside the vocabulary of {vocab_size} tokens; "
+                f"prompt {index}: token {token} at position {position} is none of {vocab_size} known ones; "
                 "was it encoded with another tokenizer?"
             )
     behind = 0
     for start, length in request.holes:
         if length < 1 or start < behind or start + length > len(request.tokens):
-            raise ValueError(
-                f"prompt {index}: hole ({start}, {length}) is empty, overlaps another or leaves the text"
-            )
+            raise ValueError(f"prompt {index}: hole ({start}, {length}) is empty, overlaps another or leaves the text")
         behind = start + length
     if request.holes and config.stop:
         raise ValueError(f"prompt {index}: stop strings do not apply to a text with holes; leave stop out")
     if not request.holes and request.new_tokens is not None and request.new_tokens < 1:
-        raise ValueError(
-            f"prompt {index}: new_tokens={request.new_tokens} must be at least 1 where there is no hole"
-        )
+        raise ValueError(f"prompt {index}: new_tokens={request.new_tokens} must be at least 1 where there is no hole")
     if config.window is Window.error:
         _check_length(request, config, seq_len, index)
 

@@ -76,9 +76,7 @@ def decide(logits_BMV: Tensor, masked_BM: Tensor, state: StepState, noise_BMV: T
     return Decision(token_BM, accepted_BM, logp_BM)
 
 
-def _accept_fixed(
-    logits_BMV: Tensor, lse_BM: Tensor, logp_BM: Tensor, masked_BM: Tensor, state: StepState
-) -> Tensor:
+def _accept_fixed(logits_BMV: Tensor, lse_BM: Tensor, logp_BM: Tensor, masked_BM: Tensor, state: StepState) -> Tensor:
     if state.config.order in (Order.random, Order.left_to_right):
         return masked_BM
     assert state.quota_B is not None, "rule=fixed is told how many positions to take"
@@ -142,9 +140,7 @@ def accept_threshold(probability_BM: Tensor, masked_BM: Tensor, threshold: float
 
 def accept_factor(probability_BM: Tensor, masked_BM: Tensor, factor: float) -> Tensor:
     """The n likeliest masked positions, n the largest with (n + 1)(1 − p_n) < factor, at least one."""
-    order = (
-        on_grid(probability_BM).masked_fill(~masked_BM, NEVER).argsort(dim=-1, descending=True, stable=True)
-    )
+    order = on_grid(probability_BM).masked_fill(~masked_BM, NEVER).argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probability_BM.shape[-1], device=probability_BM.device)
     # The left side grows with n, so the positions that satisfy it are the first n.
     enough = (rank + 2) * (1 - probability_BM.gather(-1, order)) < factor

@@ -78,6 +78,4 @@ class TextStream:
 
 def _overlap(data: bytes, stop: bytes) -> int:
     """Length of the longest end of `data` with which `stop` could begin."""
-    return next(
-        (size for size in range(min(len(stop) - 1, len(data)), 0, -1) if data.endswith(stop[:size])), 0
-    )
+    return next((size for size in range(min(len(stop) - 1, len(data)), 0, -1) if data.endswith(stop[:size])), 0)

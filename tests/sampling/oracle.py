@@ -31,9 +31,7 @@ class OracleDenoiser:
         return self.vocab_size
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache.empty(
-            layers=1, batch=batch, kv_heads=1, head_dim=1, capacity=capacity, dtype=torch.float64
-        )
+        return KVCache.empty(layers=1, batch=batch, kv_heads=1, head_dim=1, capacity=capacity, dtype=torch.float64)
 
     def commit(
         self,

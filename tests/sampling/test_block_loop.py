@@ -8,8 +8,8 @@ from oracle import ByteTokenizer, OracleDenoiser, says
 
 from blockdiff.model.denoiser import Denoiser, ModelConfig
 from blockdiff.sampling.config import Order, Rule, SamplerConfig
-from blockdiff.sampling.generation import generate, stream
 from blockdiff.sampling.report import Generation
+from blockdiff.sampling.sampler import generate, stream
 
 PLANNED = [
     SamplerConfig(rule=Rule.ancestral, steps=3),
@@ -21,10 +21,7 @@ OTHERS = [
     SamplerConfig(rule=Rule.confidence, threshold=0.3),
     SamplerConfig(rule=Rule.factor, factor=1.5),
     SamplerConfig(rule=Rule.entropy_bound, entropy_bound=1.0),
-    *(
-        SamplerConfig(rule=Rule.fixed, order=order)
-        for order in (Order.confidence, Order.margin, Order.entropy)
-    ),
+    *(SamplerConfig(rule=Rule.fixed, order=order) for order in (Order.confidence, Order.margin, Order.entropy)),
 ]
 
 
@@ -51,13 +48,11 @@ def tokens_and_cost(generations: list[Generation]) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("remask", [0.0, 0.5])
 @pytest.mark.parametrize("config", PLANNED + OTHERS, ids=name)
-def test_batch_of_ragged_prompts_equals_rows_alone(
-    denoiser: Denoiser, config: SamplerConfig, remask: float
-) -> None:
+def test_batch_of_ragged_prompts_equals_rows_alone(denoiser: Denoiser, config: SamplerConfig, remask: float) -> None:
     config = replace(config, max_new_tokens=11, batch_size=3, remask=remask)
-    together, _ = generate(denoiser, PROMPTS, config, block_size=4, seq_len=32, eos_id=0)
-    backwards, _ = generate(denoiser, PROMPTS[::-1], config, block_size=4, seq_len=32, eos_id=0)
-    alone = [generate(denoiser, [p], config, block_size=4, seq_len=32, eos_id=0)[0][0] for p in PROMPTS]
+    together = generate(denoiser, PROMPTS, config, block_size=4, seq_len=32, eos_id=0)
+    backwards = generate(denoiser, PROMPTS[::-1], config, block_size=4, seq_len=32, eos_id=0)
+    alone = [generate(denoiser, [p], config, block_size=4, seq_len=32, eos_id=0)[0] for p in PROMPTS]
     assert tokens_and_cost(together) == tokens_and_cost(alone)
     assert tokens_and_cost(backwards[::-1]) == tokens_and_cost(alone)
     assert len({g.nfe for g in alone}) > 1, "the case should hold rows of unlike cost"
@@ -67,17 +62,16 @@ def test_single_precision_logits_hardly_depend_on_companions(denoiser: Denoiser)
     single = Denoiser(denoiser.config, denoiser.vocab_size).eval()
     single.load_state_dict(denoiser.state_dict())
     config = SamplerConfig(max_new_tokens=8, logprobs=True)
-    together, _ = generate(single, PROMPTS, config, block_size=4, seq_len=32)
+    together = generate(single, PROMPTS, config, block_size=4, seq_len=32)
     for prompt, row in zip(PROMPTS, together, strict=True):
-        alone = generate(single, [prompt], config, block_size=4, seq_len=32)[0][0]
+        alone = generate(single, [prompt], config, block_size=4, seq_len=32)[0]
         assert row.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
 def test_copies_of_a_prompt_differ_and_seeds_reproduce(denoiser: Denoiser) -> None:
     config = SamplerConfig(max_new_tokens=12)
     run = lambda seed: [  # noqa: E731
-        g.token_ids
-        for g in generate(denoiser, [[1]] * 6, replace(config, seed=seed), block_size=4, seq_len=16)[0]
+        g.token_ids for g in generate(denoiser, [[1]] * 6, replace(config, seed=seed), block_size=4, seq_len=16)
     ]
     assert len({tuple(ids) for ids in run(3)}) == 6
     assert run(3) == run(3) != run(4)
@@ -123,7 +117,7 @@ def test_text_and_nfe_of_an_oracle(config: SamplerConfig, calls_by_block: list[i
 
 def test_steps_at_which_an_oracles_tokens_were_fixed() -> None:
     config = SamplerConfig(threshold=0.9, temperature=0.0, max_new_tokens=8, logprobs=True)
-    row = generate(OracleDenoiser(says(TEXT, SURE, 9), 9), [[]], config, block_size=4, seq_len=8)[0][0]
+    row = generate(OracleDenoiser(says(TEXT, SURE, 9), 9), [[]], config, block_size=4, seq_len=8)[0]
     assert row.steps == [1, 1, 2, 1, 1, 2, 3, 4]
 
 
@@ -142,7 +136,7 @@ def test_entropy_bound_by_hand() -> None:
         max_new_tokens=4,
         logprobs=True,
     )
-    row = generate(OracleDenoiser(says(TEXT, SURE, 9), 9), [[]], config, block_size=4, seq_len=4)[0][0]
+    row = generate(OracleDenoiser(says(TEXT, SURE, 9), 9), [[]], config, block_size=4, seq_len=4)[0]
     assert row.steps is not None
     assert [step == 1 for step in row.steps] == [True, True, False, False]
 
@@ -152,7 +146,7 @@ def test_ancestral_calls_are_the_filled_cells_of_the_grid() -> None:
     from blockdiff.sampling.noise import Draw, plan_words, request_key
 
     config = SamplerConfig(rule=Rule.ancestral, steps=3, temperature=0.0, max_new_tokens=12, logprobs=True)
-    row = generate(OracleDenoiser(says(TEXT, SURE, 9), 9), [[]], config, block_size=4, seq_len=12)[0][0]
+    row = generate(OracleDenoiser(says(TEXT, SURE, 9), 9), [[]], config, block_size=4, seq_len=12)[0]
     key_1 = torch.tensor([request_key(0, [0], 0)])
     level = uniform(plan_words(Draw.REVEAL, key_1, torch.arange(12)[None], 0), torch.float64)[0]
     cells = (level * 3).long().view(3, 4).tolist()
@@ -177,7 +171,7 @@ def oracle_of(text: list[int], vocab: int = 9) -> OracleDenoiser:
 def test_prompts_around_a_block_border(given: int, nfe: int, commit_nfe: int) -> None:
     text = TEXT[:8]
     config = SamplerConfig(rule=Rule.first_hitting, temperature=0.0, max_new_tokens=8 - given)
-    row = generate(oracle_of(text), [text[:given]], config, block_size=4, seq_len=8)[0][0]
+    row = generate(oracle_of(text), [text[:given]], config, block_size=4, seq_len=8)[0]
     assert row.token_ids == text[given:]
     assert (row.nfe, row.commit_nfe, row.prompt_tokens, row.new_tokens) == (nfe, commit_nfe, given, 8 - given)
 
@@ -186,7 +180,7 @@ def test_long_prompts_are_prefilled_but_for_their_last_block() -> None:
     text = (TEXT * 4)[:20]
     config = SamplerConfig(rule=Rule.first_hitting, temperature=0.0, max_new_tokens=3)
     oracle = oracle_of(text)
-    row = generate(oracle, [text[:13]], config, block_size=4, seq_len=20)[0][0]
+    row = generate(oracle, [text[:13]], config, block_size=4, seq_len=20)[0]
     assert row.token_ids == text[13:16]
     assert (row.nfe, row.commit_nfe) == (4, 1)
     assert oracle.calls == ["commit", "both", "denoise", "denoise"]
@@ -195,7 +189,7 @@ def test_long_prompts_are_prefilled_but_for_their_last_block() -> None:
 @pytest.mark.parametrize("new", [1, 3, 4, 5, 7])
 def test_max_new_tokens_cuts_inside_a_block_and_saves_its_calls(new: int) -> None:
     config = SamplerConfig(rule=Rule.first_hitting, temperature=0.0, max_new_tokens=new)
-    row = generate(oracle_of(TEXT), [[]], config, block_size=4, seq_len=12)[0][0]
+    row = generate(oracle_of(TEXT), [[]], config, block_size=4, seq_len=12)[0]
     assert (row.token_ids, row.nfe, row.finish_reason) == (TEXT[:new], new, "length")
 
 
@@ -203,7 +197,7 @@ def test_max_new_tokens_cuts_inside_a_block_and_saves_its_calls(new: int) -> Non
 def test_end_of_text_inside_a_block(config: SamplerConfig) -> None:
     text = [3, 1, 4, 1, 5, 8, 6, 8]
     config = replace(config, temperature=0.0, max_new_tokens=8, logprobs=True)
-    row = generate(oracle_of(text), [[]], config, block_size=4, seq_len=8, eos_id=8)[0][0]
+    row = generate(oracle_of(text), [[]], config, block_size=4, seq_len=8, eos_id=8)[0]
     assert (row.token_ids, row.finish_reason, row.new_tokens) == ([3, 1, 4, 1, 5], "eos", 5)
     assert row.logprobs is not None
     assert len(row.logprobs) == 5
@@ -212,16 +206,14 @@ def test_end_of_text_inside_a_block(config: SamplerConfig) -> None:
 def test_adaptive_rules_make_no_calls_for_what_lies_right_of_the_end() -> None:
     sure = [0.5, 0.99, 0.4, 0.3]
     config = SamplerConfig(threshold=0.9, temperature=0.0, max_new_tokens=4)
-    row = generate(
-        OracleDenoiser(says([1, 8, 2, 3], sure, 9), 9), [[]], config, block_size=4, seq_len=4, eos_id=8
-    )[0][0]
+    row = generate(OracleDenoiser(says([1, 8, 2, 3], sure, 9), 9), [[]], config, block_size=4, seq_len=4, eos_id=8)[0]
     assert (row.token_ids, row.nfe) == ([1], 2)
 
 
 def test_end_of_text_in_a_prompt_ends_nothing() -> None:
     text = [3, 8, 4, 1, 5, 2, 6, 7]
     config = SamplerConfig(temperature=0.0, max_new_tokens=5)
-    row = generate(oracle_of(text), [text[:3]], config, block_size=4, seq_len=8, eos_id=8)[0][0]
+    row = generate(oracle_of(text), [text[:3]], config, block_size=4, seq_len=8, eos_id=8)[0]
     assert row.token_ids == text[3:]
 
 
@@ -247,9 +239,7 @@ def test_finished_rows_leave_and_queued_ones_join_at_the_border() -> None:
 def test_one_token_vocabulary() -> None:
     for config in PLANNED + OTHERS:
         config = replace(config, max_new_tokens=6)
-        row = generate(
-            OracleDenoiser(lambda prefix, block, place: [0.3], 1), [[0]], config, block_size=4, seq_len=8
-        )[0][0]
+        row = generate(OracleDenoiser(lambda prefix, block, place: [0.3], 1), [[0]], config, block_size=4, seq_len=8)[0]
         assert row.token_ids == [0] * 6
 
 

@@ -10,8 +10,8 @@ from scipy import stats
 
 from blockdiff.core.randomness import hash_counters
 from blockdiff.sampling.config import Order, Precision, Rule, SamplerConfig
-from blockdiff.sampling.generation import generate
 from blockdiff.sampling.noise import gumbel, request_key, token_gumbel
+from blockdiff.sampling.sampler import generate
 
 V, S, SAMPLES = 3, 3, 6000
 
@@ -41,7 +41,7 @@ def conditional_oracle(table: torch.Tensor) -> OracleDenoiser:
 
 def p_value(config: SamplerConfig, table: torch.Tensor) -> float:
     """Of Pearson's chi-square test that samples follow the table."""
-    rows, _ = generate(conditional_oracle(table), [[]] * SAMPLES, config, block_size=S, seq_len=S)
+    rows = generate(conditional_oracle(table), [[]] * SAMPLES, config, block_size=S, seq_len=S)
     counts = torch.zeros_like(table)
     for row in rows:
         counts[tuple(row.token_ids)] += 1
@@ -78,7 +78,7 @@ def test_ancestral_reveals_binomially_on_a_coarse_grid() -> None:
     """With two steps a position is revealed in the first with probability 1/2, independently of the
     others."""
     config = SamplerConfig(rule=Rule.ancestral, steps=2, max_new_tokens=S, batch_size=1000, logprobs=True)
-    rows, _ = generate(conditional_oracle(joint(2)), [[]] * SAMPLES, config, block_size=S, seq_len=S)
+    rows = generate(conditional_oracle(joint(2)), [[]] * SAMPLES, config, block_size=S, seq_len=S)
     # A block that has one call only was revealed in one step, which of the two is not to be seen.
     both = [row for row in rows if row.nfe == 2]
     patterns = [tuple(step == 1 for step in row.steps or []) for row in both]
@@ -89,7 +89,7 @@ def test_ancestral_reveals_binomially_on_a_coarse_grid() -> None:
 
 def test_first_hitting_orders_are_uniform() -> None:
     config = SamplerConfig(rule=Rule.first_hitting, max_new_tokens=S, batch_size=1000, logprobs=True)
-    rows, _ = generate(conditional_oracle(joint(2)), [[]] * SAMPLES, config, block_size=S, seq_len=S)
+    rows = generate(conditional_oracle(joint(2)), [[]] * SAMPLES, config, block_size=S, seq_len=S)
     orders = [tuple(row.steps or []) for row in rows]
     counts = [orders.count(order) for order in itertools.permutations([1, 2, 3])]
     assert sum(counts) == SAMPLES
