@@ -18,11 +18,9 @@ from blockdiff.evaluation.likelihood import TextScore, score_texts
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.records import from_plain, read_yaml
 from blockdiff.sampling.config import SamplerConfig
-from blockdiff.sampling.generation import generate, stream
-from blockdiff.sampling.infill import parse_prompt
+from blockdiff.sampling.batch import BlockEvent
 from blockdiff.sampling.report import Generation
-from blockdiff.sampling.request import Request
-from blockdiff.sampling.sampler import BlockEvent
+from blockdiff.sampling.sampler import generate, stream
 from blockdiff.training.checkpoints import newest_valid, read_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,16 +82,11 @@ class LanguageModel:
             **options,
         )
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        requests = [self.request(text) for text in texts]
-        return generate(self.denoiser, requests, sampler, **self._where(block_size))[0]
+        return generate(self.denoiser, texts, sampler, **self._where(block_size))
 
     def stream(self, prompt: str, block_size: int | None = None, **options: Any) -> Iterator[BlockEvent]:
         """Continues one prompt, one event a finished block; options as in `generate`."""
-        return stream(self.denoiser, [self.request(prompt)], self.sampler(**options), **self._where(block_size))
-
-    def request(self, prompt: str) -> Request:
-        """A prompt as the sampler takes it: token ids, and where its holes are."""
-        return parse_prompt(prompt, self.tokenizer)
+        return stream(self.denoiser, prompt, self.sampler(**options), **self._where(block_size))
 
     def nelbo(
         self, texts: str | Sequence[str], samples: int = 4, block_size: int | None = None, seed: int = EVALUATION_SEED
