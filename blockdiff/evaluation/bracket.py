@@ -2,15 +2,16 @@
 
 Legend: B batch, K random orders, L window length, N blocks, S block size.
 
-With w(σ) = Π_k p(x_σk | x_σ1 … x_σ(k−1), x^{<b}), the likelihood of a block is z = E w(σ) over uniform orders σ. K independent
-orders bracket log z in expectation:
+With w(σ) = Π_k p(x_σk | x_σ1 … x_σ(k−1), x^{<b}), the likelihood of a block is z = E w(σ) over uniform orders σ.
+K independent orders bracket log z in expectation:
 
-* below by log of the mean of K weights (importance weighting: Burda et al., "Importance weighted autoencoders", 2016), which
-  rises to log z with K and at K = 1 is the bound that `blockdiff.evaluation.likelihood` reports;
+* below by log of the mean of K weights (importance weighting: Burda et al., "Importance weighted autoencoders",
+  2016), which rises to log z with K and at K = 1 is the bound that `blockdiff.evaluation.likelihood` reports;
 * above by the tangent of the logarithm at any c > 0 that the weights at hand do not depend on, log z ≤ z/c − 1 + log c
   (TUBE, arXiv 2605.24292). For each order c is the mean weight of the K − 1 others.
 
-Both ends are unbiased estimates of bounds, not bounds of each draw; averaged over many blocks they hold.
+Both ends are unbiased estimates of bounds, not bounds of each draw; averaged over many blocks they hold. Where the
+logarithms of the weights spread over several nats, few large weights carry the upper end and it needs many orders.
 """
 
 from __future__ import annotations

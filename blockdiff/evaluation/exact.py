@@ -84,7 +84,7 @@ def subset_recursion(log_p_NRS: Tensor, counted_NS: Tensor) -> Tensor:
     """log f of the whole block, float64, of shape (...) for arguments (..., 2^S, S) and (..., S).
 
     Args:
-        log_p_NRS: log p of position i where subset r, cut down to the counted positions, is masked; read at members only.
+        log_p_NRS: log p of position i where the counted part of subset r is masked; read at members only.
         counted_NS: bool, the positions that are scored. Others are left out of every subset.
     """
     size = counted_NS.shape[-1]

@@ -2,8 +2,8 @@
 
 Legend: B batch, K noisy views (masks), k views of one pass, L window length, S block size, M wanted positions.
 
-Masks are noisy views of the dual-stream pass: all views of a pass read one clean stream, so no prefix's keys and values are
-copied. Views are handed on a few at a time, which costs the clean stream once a pass and bounds the memory.
+Masks are noisy views of the dual-stream pass: all views of a pass read one clean stream, so no prefix's keys and
+values are copied. Views are handed on a few at a time, which costs the clean stream once a pass and bounds the memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blockdiff.core.objective import token_nll
 from blockdiff.model.denoiser import Denoiser
 
 VIEWS_PER_PASS = 8
-"""Above it the attention's queries of all views meet too many keys of other views; below it the clean stream costs more."""
+"""More, and attention meets too many keys of other views; fewer, and the clean stream is computed too often."""
 
 
 @torch.no_grad()
