@@ -4,7 +4,8 @@ Legend: W windows, R bootstrap replicates.
 
 A window holds hundreds of tokens that depend on each other, so tokens are not resampled, windows are: an interval
 says how much the value would move if other windows had been drawn from the same source. Neighbouring windows of one
-long document are taken as independent. What the evaluation noise adds is part of each window's value and so of the interval.
+long document are taken as independent. What the evaluation noise adds is part of each window's value and so of the
+interval.
 """
 
 from __future__ import annotations
