@@ -2,7 +2,7 @@
 
 The energy distance (Székely and Rizzo, "Energy statistics", 2013) rather than MAUVE or a Fréchet distance: with some
 dozens of texts MAUVE depends on the number of clusters, and a covariance in as many dimensions as the judge is wide
-has no full rank, while the energy distance has no setting, needs no clusters and is zero only between equal distributions.
+has no full rank, while the energy distance has no setting and is zero only between equal distributions.
 """
 
 from __future__ import annotations

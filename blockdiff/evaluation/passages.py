@@ -1,0 +1,100 @@
+"""Which passages of validation text serve as prompts and as the ceiling, and their shuffled floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from blockdiff.data.store import TokenStore
+from blockdiff.evaluation.judge import Passage
+
+
+@dataclass
+class SamplesConfig:
+    """What is sampled for the measures of coherence.
+
+    Attributes:
+        prompts: passages of validation text whose beginnings are continued.
+        candidates: samples of each prompt, and samples without prompt for each passage.
+        prompt_tokens: tokens of a passage that are given.
+        new_tokens: tokens that are made, at most.
+        seed: of the samples and of the shuffling.
+    """
+
+    prompts: int = 16
+    candidates: int = 2
+    prompt_tokens: int = 32
+    new_tokens: int = 128
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises a ValueError that names key, value and rule."""
+        for key in ("prompts", "candidates", "prompt_tokens", "new_tokens"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"samples.{key}={getattr(self, key)} must be at least 1")
+
+
+@dataclass
+class Passages:
+    """Passages of real text.
+
+    Attributes:
+        passages: given and following tokens.
+        origin: where they were cut, for the report.
+    """
+
+    passages: list[Passage]
+    origin: str
+
+
+def choose_passages(store: TokenStore, config: SamplesConfig) -> Passages:
+    """Passages spread evenly over a split: the beginnings of documents where enough of them are long enough.
+
+    Else (few long documents) passages are cut from within documents at even distances.
+
+    Raises:
+        ValueError: no document is long enough for one passage.
+    """
+    wanted = config.prompt_tokens + config.new_tokens
+    length_D = np.diff(store.offsets)
+    long_D = np.nonzero(length_D >= wanted)[0]
+    if len(long_D) >= config.prompts:
+        chosen = long_D[np.arange(config.prompts) * len(long_D) // config.prompts]
+        starts = store.offsets[chosen].tolist()
+        origin = "the beginnings of validation documents"
+    else:
+        starts = _inner_starts(store, long_D.tolist(), wanted, config.prompts)
+        origin = "passages cut from within validation documents"
+    if not starts:
+        raise ValueError(
+            f"no validation document has {wanted} tokens (samples.prompt_tokens={config.prompt_tokens} + "
+            f"samples.new_tokens={config.new_tokens}); the longest has {length_D.max(initial=0)}: lower one of them"
+        )
+    passages = [
+        Passage(ids[: config.prompt_tokens], ids[config.prompt_tokens :])
+        for ids in (store.tokens[start : start + wanted].tolist() for start in starts)
+    ]
+    return Passages(passages, origin)
+
+
+def _inner_starts(store: TokenStore, documents: list[int], wanted: int, count: int) -> list[int]:
+    """`count` of the places at which passages can be cut without overlap, spread evenly; all where there are fewer."""
+    places = [
+        int(start)
+        for document in documents
+        for start in range(int(store.offsets[document]), int(store.offsets[document + 1]) - wanted + 1, wanted)
+    ]
+    taken = min(count, len(places))
+    return [places[index * len(places) // taken] for index in range(taken)]
+
+
+def shuffled(passages: list[Passage], seed: int) -> list[Passage]:
+    """The same passages, the new tokens of each in random order: the floor of coherence, with the same words."""
+    generator = np.random.default_rng(seed)
+    return [Passage(p.given, [p.new[i] for i in generator.permutation(len(p.new))]) for p in passages]
+
+
+def without_prompt(passages: list[Passage]) -> list[Passage]:
+    """The following tokens as texts of their own: what samples without a prompt are held against."""
+    return [Passage([], p.new) for p in passages]
