@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blockdiff.api import LanguageModel, load
     from blockdiff.evaluation.likelihood import TextScore
-    from blockdiff.sampling.sampler import BlockEvent, Generation
+    from blockdiff.sampling.batch import BlockEvent
+    from blockdiff.sampling.report import Generation
 
 __all__ = ["LanguageModel", "generate", "load", "score", "stream"]
 

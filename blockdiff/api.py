@@ -17,10 +17,10 @@ from blockdiff.data.tokenizer import Tokenizer
 from blockdiff.evaluation.likelihood import TextScore, score_texts
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.records import from_plain, read_yaml
-from blockdiff.sampling.config import SamplerConfig
 from blockdiff.sampling.batch import BlockEvent
+from blockdiff.sampling.config import SamplerConfig
 from blockdiff.sampling.report import Generation
-from blockdiff.sampling.sampler import generate, stream
+from blockdiff.sampling.sampler import run, stream
 from blockdiff.training.checkpoints import newest_valid, read_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +47,7 @@ class LanguageModel:
     def generate(
         self,
         prompts: str | Sequence[str],
-        max_new_tokens: int | None = 256,
+        max_new_tokens: int | None = None,
         block_size: int | None = None,
         rule: str = "confidence",
         threshold: float = 0.9,
@@ -82,11 +82,11 @@ class LanguageModel:
             **options,
         )
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        return generate(self.denoiser, texts, sampler, **self._where(block_size))
+        return run(self.denoiser, texts, sampler, **self.place(block_size)).generations
 
     def stream(self, prompt: str, block_size: int | None = None, **options: Any) -> Iterator[BlockEvent]:
         """Continues one prompt, one event a finished block; options as in `generate`."""
-        return stream(self.denoiser, prompt, self.sampler(**options), **self._where(block_size))
+        return stream(self.denoiser, prompt, self.sampler(**options), **self.place(block_size))
 
     def nelbo(
         self, texts: str | Sequence[str], samples: int = 4, block_size: int | None = None, seed: int = EVALUATION_SEED
@@ -127,7 +127,8 @@ class LanguageModel:
         """
         return from_plain(SamplerConfig, {k: getattr(v, "name", v) for k, v in options.items()})
 
-    def _where(self, block_size: int | None) -> dict[str, Any]:
+    def place(self, block_size: int | None) -> dict[str, Any]:
+        """What the sampler must know of this model: block_size, seq_len and tokenizer."""
         size = self.config.block_size if block_size is None else block_size
         check_block_size(size, self.config.seq_len)
         return {"block_size": size, "seq_len": self.config.seq_len, "tokenizer": self.tokenizer}
@@ -162,8 +163,8 @@ def load(
     rows = state["embedding.weight"].shape[0] - 1
     if rows != tokenizer.vocab_size:
         raise ValueError(
-            f"{directory / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, but {checkpoint} was trained with {rows}: "
-            "put back the tokenizer of this run"
+            f"{directory / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, but {checkpoint} was trained with "
+            f"{rows}: put back the tokenizer of this run"
         )
     with torch.device("meta"):
         denoiser = Denoiser(config.model, tokenizer.vocab_size)

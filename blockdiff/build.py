@@ -39,7 +39,7 @@ from blockdiff.training.run_directory import (
     choose_checkpoint,
 )
 from blockdiff.training.saving import DurableCheckpointIO, Saver
-from blockdiff.training.trainer import build_trainer
+from blockdiff.training.trainer import build_trainer, resolve_precision
 
 if TYPE_CHECKING:
     from blockdiff.config import TrainConfig
@@ -247,6 +247,9 @@ def _module(run: Run) -> DiffusionModule:
         max_steps=config.trainer.max_steps,
         start_step=run.start.step,
     )
+    if resolve_precision(config.trainer) == "64-true":
+        # Lightning loads a checkpoint before it converts the network: single precision would round the weights.
+        module.double()
     if config.trainer.compile:
         for layer in denoiser.layers:
             layer.compile()

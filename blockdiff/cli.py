@@ -34,9 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(verb, rest)
     except ValueError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if _wants_traceback():
             raise
         return _refuse(str(error))
+
+
+def _wants_traceback() -> bool:
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def _refuse(message: str) -> int:
@@ -65,7 +69,12 @@ def _run_hydra(verb: str, arguments: list[str]) -> int:
     @hydra.main(config_path=str(CONF), config_name=verb, version_base="1.3")
     def application(composed: DictConfig) -> None:
         nonlocal status
-        status = max(status, _VERBS[verb](to_config(verb, composed)))
+        try:
+            status = max(status, _VERBS[verb](to_config(verb, composed)))
+        except ValueError as error:  # Hydra would print its own traceback and exit
+            if _wants_traceback():
+                raise
+            status = _refuse(str(error))
 
     saved, sys.argv = sys.argv, [f"blockdiff {verb}", *arguments]
     try:
@@ -76,25 +85,25 @@ def _run_hydra(verb: str, arguments: list[str]) -> int:
 
 
 def _train(config: Any) -> int:
-    from blockdiff.build import run_training
+    from blockdiff.commands import run_train
 
-    return run_training(config).exit_code
+    return run_train(config)
 
 
 def _prepare(config: Any) -> int:
-    from blockdiff.build import run_prepare
+    from blockdiff.commands import run_prepare
 
     return run_prepare(config)
 
 
 def _sample(config: Any) -> int:
-    from blockdiff.build import run_sample
+    from blockdiff.sample_command import run_sample
 
     return run_sample(config)
 
 
 def _evaluate(config: Any) -> int:
-    from blockdiff.build import run_evaluate
+    from blockdiff.commands import run_evaluate
 
     return run_evaluate(config)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from blockdiff.api import LanguageModel, load
-from blockdiff.config import EvaluateConfig, PrepareConfig
+from blockdiff.build import run_training
+from blockdiff.config import EvaluateConfig, PrepareConfig, TrainConfig
 from blockdiff.core.blocks import check_block_size
 from blockdiff.core.bound import Bound
 from blockdiff.data.files import expand_files, text_chunks
@@ -18,7 +20,33 @@ from blockdiff.data.loader import val_loader
 from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import prepare
 from blockdiff.data.statistics import describe
+from blockdiff.data.tokenizer import Tokenizer
 from blockdiff.evaluation.likelihood import score_batches
+from blockdiff.model.denoiser import Denoiser
+from blockdiff.sampling.sampler import generate
+
+
+def run_train(config: TrainConfig) -> int:
+    """Trains; returns 0, or 128 + the signal's number where one stopped the run before its last step."""
+    summary = run_training(config, make_preview=lambda tokenizer: _preview(config, tokenizer))
+    return 0 if summary.signal is None else 128 + summary.signal
+
+
+def _preview(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[Denoiser, int], list[str]]:
+    """Draws texts from nothing with the run's sampler settings."""
+
+    def draw(denoiser: Denoiser, count: int) -> list[str]:
+        generations = generate(
+            denoiser,
+            [[] for _ in range(count)],
+            config.sampler,
+            block_size=config.block_size,
+            seq_len=config.seq_len,
+            tokenizer=tokenizer,
+        )
+        return [generation.text for generation in generations]
+
+    return draw
 
 
 def run_prepare(config: PrepareConfig) -> int:
@@ -36,7 +64,7 @@ def run_prepare(config: PrepareConfig) -> int:
 
 def run_evaluate(config: EvaluateConfig) -> int:
     """Scores a checkpoint on its validation split or on given files, and prints the bound."""
-    model = load(config.checkpoint, config.device, _weights(config.weights))
+    model = load(config.checkpoint, config.device, weights_name(config.weights))
     size = trained_block_size(model, config.block_size, config.allow_untrained_block_size)
     if config.files:
         texts = ["".join(text_chunks(path)) for path in expand_files(config.files)]
@@ -71,8 +99,8 @@ def _validation_bound(model: LanguageModel, config: EvaluateConfig, block_size: 
     prepared = prepare(run.data)
     if prepared.tokenizer.sha256 != model.tokenizer.sha256:
         raise ValueError(
-            f"{prepared.directory} was tokenised with another tokenizer than the checkpoint's: the corpus has changed since "
-            f"training. Restore it, or score files with files=…"
+            f"{prepared.directory} was tokenised with another tokenizer than the checkpoint's: the corpus has changed "
+            "since training. Restore it, or score files with files=…"
         )
     dataset = PackedDataset(
         prepared.val,
@@ -99,10 +127,11 @@ def trained_block_size(model: LanguageModel, wanted: int | None, allowed: bool) 
     return size
 
 
-def _weights(name: str) -> Any:
+def weights_name(name: str) -> Literal["ema", "raw"]:
+    """The name of a set of weights, checked."""
     if name not in ("ema", "raw"):
         raise ValueError(f"weights={name} must be ema (averaged) or raw")
-    return name
+    return name  # type: ignore[return-value]
 
 
 def _print_results(results: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from blockdiff.config import VERBS
-from blockdiff.records import did_you_mean, flatten
+from blockdiff.records import did_you_mean, flatten, to_plain
 
 _PACKAGED = Path(__file__).parent / "conf"
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
@@ -35,6 +35,10 @@ def to_config(verb: str, composed: DictConfig) -> Any:
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ValueError(f"{missing[0]} is needed: blockdiff {verb} {missing[0]}=…")
+    valid = list(flatten(to_plain(VERBS[verb]())))
+    for key in flatten(OmegaConf.to_container(composed)):  # type: ignore[arg-type]
+        if key not in valid:  # `+key=value` gets past the schema
+            raise ValueError(f"unknown key {key}{did_you_mean(key, valid)}")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, VERBS[verb])
     config.check()  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""The whole of a command's config as plain dataclasses, checked across its parts. Imports neither Hydra nor OmegaConf."""
+"""The whole of a command's config as plain dataclasses, checked across its parts. Imports neither Hydra nor
+OmegaConf."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class TrainConfig:
         seed: of weights, data order and noise.
         block_size: S, tokens that are denoised in parallel; divides seq_len.
         seq_len: L, context length in tokens.
-        resume: ``auto`` goes on where a run of this name and config stands, ``must`` insists on one, ``never`` starts anew.
+        resume: ``auto`` goes on where a run of this name and config stands, ``must`` insists on one, ``never``
+            starts anew.
         run_root: directory of the run directories.
     """
 

@@ -38,7 +38,8 @@ class NoiseConfig:
 
     Attributes:
         corruption: ``exact_count`` (draw how many tokens of a block are masked) or ``bernoulli`` (draw a time).
-        count_power: p of q(n) ∝ n^(−p) for exact counts. 0 is uniform with weight C/n, 1 weighs all masked tokens alike.
+        count_power: p of q(n) ∝ n^(−p) for exact counts. 0 is uniform with weight C/n, 1 weighs all masked tokens
+            alike.
         schedule: noise schedule of Bernoulli corruption.
         schedule_power: exponent of the polynomial schedule.
         clip: [low, high], the interval of times that Bernoulli corruption draws from. A clipped loss is not a bound.
@@ -158,7 +159,8 @@ def corrupt(
 def draw_levels(key: NoiseKey, noise: NoiseConfig, blocks: int) -> Tensor:
     """One noise level u in (0, 1) a block, float64 of shape (B, K, N).
 
-    Stratified, the levels of all K·N·slots blocks of the global batch are the midpoint-free grid (π(g) + shift) / total:
+    Stratified, the levels of all K·N·slots blocks of the global batch are the midpoint-free grid (π(g) + shift) /
+    total:
     π is a full pseudo-random permutation and the shift is shared, both new at each step. Each block's level is then
     uniform on its own, whatever its position and however the batch is split over micro-batches and devices.
     """

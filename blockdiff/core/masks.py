@@ -5,7 +5,8 @@ The input of a training pass is K noisy views of a sequence and its clean copy, 
 * a noisy token sees its own noisy block, in both directions, and all clean tokens of strictly earlier blocks;
 * a clean token sees clean tokens up to itself (``causal``) or up to the end of its block (``block``).
 
-Nothing sees across a document border. The predicate broadcasts, so that the same lines give the dense mask of the tests,
+Nothing sees across a document border. The predicate broadcasts, so that the same lines give the dense mask of the
+tests,
 the small masks of query groups and the element-wise mask of FlexAttention. (Arriola et al., "Block diffusion", 2025,
 section 4, for the ``block`` variant.)
 """

@@ -39,14 +39,14 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
     """The SplitMix64 finaliser on an int64 tensor of any shape: a bijection of 64-bit words."""
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    return x ^ _shift_right(x, 31)
+    x = _shift_right(x, 30).bitwise_xor_(x).mul_(_signed(_MIX_1))
+    x = _shift_right(x, 27).bitwise_xor_(x).mul_(_signed(_MIX_2))
+    return _shift_right(x, 31).bitwise_xor_(x)
 
 
 def hash_counters(*counters: int | Tensor) -> Tensor:
@@ -103,7 +103,8 @@ def permute_index(index: Tensor, size: int, key: int) -> Tensor:
     A four-round Feistel network on the smallest even number of bits that holds ``size``, with cycle walking (Black and
     Rogaway, "Ciphers with arbitrary finite domains", 2002): an image outside the range is enciphered again. The domain
     is less than four times the range, so few rounds of walking are needed, and each ends. A Feistel network on few bits
-    favours some images; a rotation by a uniform offset follows, so that over keys each index goes everywhere equally often.
+    favours some images; a rotation by a uniform offset follows, so that over keys each index goes everywhere equally
+    often.
 
     Args:
         index: int64, any shape, values in [0, size).

@@ -1,6 +1,7 @@
 """Attention behind two functions: `dual_stream_attention` for training, `cached_attention` for sampling.
 
-Legend: B batch, K noisy views, L seq_len, S block size, H query heads, h key-value heads, E head dim, T queries, P keys.
+Legend: B batch, K noisy views, L seq_len, S block size, H query heads, h key-value heads, E head dim, T queries, P
+keys.
 
 No backend makes a dense mask over both streams. The SDPA backend cuts the queries into groups of a few blocks; each
 group meets only the keys that the rule of `blockdiff.core.masks` lets it see, so that the cost stays near the triangle.
@@ -78,7 +79,8 @@ def resolve_backend(backend: Backend, device: torch.device) -> Backend:
         return Backend.flex if device.type == "cuda" else Backend.sdpa
     if backend is Backend.flash:
         raise ValueError(
-            "model.attention=flash serves cached sampling only: its kernel takes no dual-stream mask; use auto, sdpa or flex"
+            "model.attention=flash serves cached sampling only: its kernel takes no dual-stream mask; use auto, sdpa "
+            "or flex"
         )
     return backend
 
@@ -149,7 +151,8 @@ def _group_bias(
     clean_attention: CleanAttention,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The additive mask of one group; None where nothing is masked. Queries and noisy keys of all views lie end to end."""
+    """The additive mask of one group; None where nothing is masked. Queries and noisy keys of all views lie end to
+    end."""
     noisy_group = noisy_keys.stop > noisy_keys.start
     query = _places([(v, queries) for v in (range(views) if noisy_group else [CLEAN])], document_BL, block_size)
     noisy = [(v, noisy_keys) for v in range(views)] if noisy_group else []

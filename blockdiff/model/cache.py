@@ -3,8 +3,8 @@
 Legend: B batch rows, H key-value heads, E head dim, P positions the cache can hold.
 
 A cache is made by the caller, passed in and written in place. It holds keys (already rotated) and values, no queries.
-The slots behind a row's committed prefix are scratch: a denoising step writes the keys and values of its noisy block there,
-so that attention reads one contiguous view and nothing is concatenated or copied.
+The slots behind a row's committed prefix are scratch: a denoising step writes the keys and values of its noisy block
+there, so that attention reads one contiguous view and nothing is concatenated or copied.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class KVCache:
         longest = max(self.lengths[:rows])
         if longest + tokens > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} positions a row, {longest} are committed and {tokens} more are needed; "
-                "make it larger or generate fewer tokens"
+                f"the cache holds {self.capacity} positions a row, {longest} are committed and {tokens} more are "
+                "needed; make it larger or generate fewer tokens"
             )
 
     def write(self, layer: int, keys_BHTE: Tensor, values_BHTE: Tensor, slots: slice | Tensor) -> None:

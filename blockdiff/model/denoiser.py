@@ -80,7 +80,8 @@ class ModelConfig:
             raise ValueError(f"model.head_dim={self.dim_per_head} must be even: rotary positions turn pairs")
         if self.heads % self.key_value_heads:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: query heads share key-value heads"
+                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: query heads share key-value "
+                "heads"
             )
         if self.attention is Backend.flash:
             resolve_backend(self.attention, torch.device("cpu"))

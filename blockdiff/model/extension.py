@@ -2,8 +2,8 @@
 
 Legend: B batch rows, T clean tokens, S noisy tokens, H query heads, E head dim, P key slots.
 
-Rows may stand at different lengths. Where all are alike, slots are slices and most masks vanish; else slots and masks are
-worked out row by row, once for all layers. Nothing here waits for the device: lengths are kept on the host.
+Rows may stand at different lengths. Where all are alike, slots are slices and most masks vanish; else slots and
+masks are worked out row by row, once for all layers. Nothing here waits for the device: lengths are kept on the host.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _fuse(x: Tensor) -> bool:
     """Whether the hand-written derivatives of `blockdiff.model.fused` serve better than autograd's."""
-    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def rotary_angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ class SamplerConfig:
     repetition_penalty: float = 1.0
     banned_tokens: list[int] = field(default_factory=list)
     remask: float = 0.0
-    max_new_tokens: int | None = 256
+    max_new_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     batch_size: int = 16
     seed: int = 0

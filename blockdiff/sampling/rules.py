@@ -95,18 +95,19 @@ def draw_tokens(logits_BMV: Tensor, state: StepState, noise_BMV: Tensor | None) 
     config = state.config
     if noise_BMV is None:
         return logits_BMV.argmax(-1)
-    scaled_BMV = logits_BMV / _temperature(logits_BMV, state)
+    temperature = _temperature(logits_BMV, state)
+    scaled_BMV = logits_BMV if temperature is None else logits_BMV / temperature
     if config.top_k is not None:
         scaled_BMV = top_k(scaled_BMV, config.top_k)
     scaled_BMV = min_p(top_p(scaled_BMV, config.top_p), config.min_p)
     return (scaled_BMV + noise_BMV).argmax(-1)
 
 
-def _temperature(logits_BMV: Tensor, state: StepState) -> float | Tensor:
-    """The temperature of each row; where the schedule ends at 0, it stops short of dividing by it."""
+def _temperature(logits_BMV: Tensor, state: StepState) -> float | Tensor | None:
+    """The temperature of each row, None for 1; where the schedule ends at 0, it stops short of dividing by it."""
     start, end = state.config.temperature, state.config.temperature_end
     if end is None:
-        return start
+        return None if start == 1 else start
     assert state.progress_B is not None, "a temperature that moves needs to know the progress"
     moved_B = start + (end - start) * state.progress_B.to(logits_BMV.dtype)
     return moved_B.clamp(min=1e-4)[:, None, None]

@@ -122,17 +122,21 @@ class StepBorder(L.Callback):
             self._report(trainer, module, validate)
         stopping = self._agree(trainer, self.stop.signal is not None)
         if stopping or last or step % self.config.checkpoint_every == 0 or self._minutes_passed(trainer):
-            self._save(trainer, module)
+            self._save(trainer, module, ending=stopping or last)
         trainer.should_stop |= stopping
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, DiffusionModule)
+        self.stop.restore()
         if module.step == module.max_steps and self.outputs and self.outputs.preview:
             write_samples(self.saver.directory, self.outputs.preview(module.evaluated, FINAL_SAMPLES))
 
-    def end(self) -> None:
-        """Gives signals, terminal and table back, however the run ended."""
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        # Before Lightning gives back the handlers that it found: ours were put over its own.
         self.stop.restore()
+
+    def end(self) -> None:
+        """Gives terminal and table back, however the run ended."""
         if self.outputs:
             self.outputs.display.stop()
             self.outputs.metrics.close()
@@ -174,13 +178,13 @@ class StepBorder(L.Callback):
             )
         return Bound.from_sums(trainer.strategy.reduce(sums_3, reduce_op="sum"))
 
-    def _save(self, trainer: L.Trainer, module: DiffusionModule) -> None:
+    def _save(self, trainer: L.Trainer, module: DiffusionModule, ending: bool) -> None:
         began = time.perf_counter()
         self._check_loss(trainer, module)
         self._check_weights(trainer, module)
         if self.outputs:
             self.outputs.metrics.force()
-        warning = self.saver.save(trainer, module.step)
+        warning = self.saver.save(trainer, module.step, ending)
         if warning and self.outputs:
             self.outputs.display.note(warning)
         self._saved_at = time.monotonic()

@@ -115,7 +115,7 @@ class TrainerConfig:
         precision: auto (bf16-mixed on CUDA devices that have it, else 32-true) | 32-true | 64-true |
             bf16-mixed.
         accelerator: auto | cpu | gpu, or another that Lightning knows.
-        compile: compile the layers with torch.compile.
+        compile: compile the layers with torch.compile: worth its start-up time on CUDA only.
     """
 
     max_steps: int = 2000

@@ -57,14 +57,19 @@ class Saver:
         self.directory, self.config, self.io = directory, config, io
         self.last_good = last_good
 
-    def save(self, trainer: L.Trainer, step: int) -> str | None:
+    def save(self, trainer: L.Trainer, step: int, ending: bool) -> str | None:
         """Writes the checkpoint of `step`, in all processes together.
+
+        Args:
+            trainer: that trains.
+            step: finished steps.
+            ending: whether the run ends here: then there is no later checkpoint to wait for.
 
         Returns:
             A warning if it could not be written and the run goes on nevertheless.
 
         Raises:
-            CheckpointWriteError: it could not be written, and the config says stop.
+            CheckpointWriteError: it could not be written, and the config says stop or the run ends.
         """
         path = checkpoint_path(self.directory, step)
         if path == self.last_good:
@@ -79,10 +84,10 @@ class Saver:
         message = (
             f"the checkpoint of step {step} could not be written ({failure}); {describe_last_good(self.last_good)}"
         )
-        if self.config.on_checkpoint_error is OnCheckpointError.stop:
+        if ending or self.config.on_checkpoint_error is OnCheckpointError.stop:
             raise CheckpointWriteError(
-                message
-                + ". Free some space and give the same command again, or set trainer.on_checkpoint_error=continue"
+                f"{message}. Free some space and give the same command again (trainer.on_checkpoint_error=continue "
+                "would go on to the next checkpoint)"
             )
         return message + ". The run goes on (trainer.on_checkpoint_error=continue)"
 

@@ -48,6 +48,7 @@ def build_trainer(
         limit_val_batches=0,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -50,7 +50,8 @@ def nll_table(size: int) -> dict[tuple[int, ...], Fraction]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_exact_count_bound_equals_bernoulli_bound_by_enumeration(size, power):
-    """E over counts of weight · Σ nll against ∫ dt 1/t Σ_M t^|M| (1−t)^(S−|M|) Σ nll, in closed form (Beta function)."""
+    """E over counts of weight · Σ nll against ∫ dt 1/t Σ_M t^|M| (1−t)^(S−|M|) Σ nll, in closed form (Beta
+    function)."""
     table = nll_table(size)
     bernoulli, exact = 0.0, 0.0
     levels = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000

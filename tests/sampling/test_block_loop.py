@@ -43,7 +43,7 @@ PROMPTS = [[1, 2, 3], [], [4] * 8, [5] * 9, list(range(1, 13)), [7] * 21, [6, 6,
 
 
 def tokens_and_cost(generations: list[Generation]) -> list[tuple[object, ...]]:
-    return [(g.token_ids, g.nfe, g.commit_nfe, g.finish_reason, g.logprobs) for g in generations]
+    return [(g.token_ids, g.nfe, g.commit_nfe, g.finish_reason) for g in generations]
 
 
 @pytest.mark.parametrize("remask", [0.0, 0.5])
