@@ -108,9 +108,23 @@ def _evaluate(config: Any) -> int:
     return run_evaluate(config)
 
 
+def _measure(config: Any) -> int:
+    from blockdiff.experiments import run_measure
+
+    return run_measure(config)
+
+
+def _sweep(config: Any) -> int:
+    from blockdiff.experiments import run_sweep
+
+    return run_sweep(config)
+
+
 _VERBS: dict[str, Callable[[Any], int]] = {
     "train": _train,
     "sample": _sample,
     "evaluate": _evaluate,
     "prepare": _prepare,
+    "measure": _measure,
+    "sweep": _sweep,
 }

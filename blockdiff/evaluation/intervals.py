@@ -54,6 +54,25 @@ def paired_difference(nats_W: Floats, other_W: Floats, tokens_W: Floats, seed: i
     return ratio_interval(nats_W - other_W, tokens_W, seed)
 
 
+def ratio_difference(
+    numerator_W: Floats, denominator_W: Floats, other_numerator_W: Floats, other_denominator_W: Floats, seed: int = 0
+) -> tuple[Interval, Floats]:
+    """Σ n / Σ d − Σ n' / Σ d', the units of both drawn together, such as prompts that two models continued.
+
+    Returns:
+        The interval, and the R replicates behind it.
+    """
+    draw_RW = _draws(len(numerator_W), seed)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        replicate_R = np.einsum("rw,w->r", draw_RW, numerator_W) / np.einsum("rw,w->r", draw_RW, denominator_W)
+        replicate_R -= np.einsum("rw,w->r", draw_RW, other_numerator_W) / np.einsum(
+            "rw,w->r", draw_RW, other_denominator_W
+        )
+        value = numerator_W.sum() / denominator_W.sum() - other_numerator_W.sum() / other_denominator_W.sum()
+        low, high = np.nanquantile(replicate_R, [0.025, 0.975])
+    return Interval(float(value), float(low), float(high)), replicate_R
+
+
 def mean_interval(value_W: Floats, seed: int = 0) -> Interval:
     """The mean of one value a unit, with its interval."""
     return ratio_interval(value_W, np.ones_like(value_W), seed)
