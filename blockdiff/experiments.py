@@ -42,8 +42,8 @@ from blockdiff.evaluation.sweep import (
 )
 from blockdiff.evaluation.windows import common_block_size
 from blockdiff.records import from_plain, read_yaml, to_plain
-from blockdiff.training.loggers import build_loggers, log_plots
 from blockdiff.training.durable import HashingFile, write_durably, write_text_durably
+from blockdiff.training.loggers import build_loggers, log_plots
 
 
 def run_measure(config: MeasureConfig) -> int:

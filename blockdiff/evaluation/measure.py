@@ -159,13 +159,13 @@ def measure_samples(
         sampler, max_new_tokens=samples.new_tokens, seed=samples.seed, stop=[], logprobs=False
     )
     numbers: dict[str, Any] = {"passages": chosen.origin, "block_size": subject.block_size}
-    for kind, real in _kinds(chosen).items():
+    for kind, (real, others) in _kinds(chosen).items():
         generations = _draw(subject, [p.given for p in real for _ in range(samples.candidates)], settings)
         passages = [
             Passage(real[index // samples.candidates].given, g.token_ids) for index, g in enumerate(generations)
         ]
         groups = _groups(passages, samples.candidates if kind == "prompted" else len(passages))
-        row = _coherence(subject, groups, real, judge, training)
+        row = _coherence(subject, groups, others, judge, training)
         numbers[kind] = row.to_plain()
         numbers[f"{kind}_texts"] = _by_prompt(groups, judge)
         numbers[f"{kind}_ended"] = sum(g.finish_reason == Finish.eos.value for g in generations) / len(generations)
@@ -193,10 +193,10 @@ def measure_reference(subject: Subject, samples: SamplesConfig, judge: Judge) ->
     chosen = choose_passages(subject.prepared.val, samples)
     training = TrainingText(subject.prepared.train.tokens[:COPY_TOKENS])
     numbers: dict[str, Any] = {"passages": chosen.origin}
-    for kind, real in _kinds(chosen).items():
+    for kind, (real, others) in _kinds(chosen).items():
         for name, passages in (("real", real), ("shuffled", shuffled(real, samples.seed))):
             groups = _groups(passages, 1 if kind == "prompted" else len(passages))
-            numbers[f"{name}_{kind}"] = _coherence(subject, groups, real, judge, training).to_plain()
+            numbers[f"{name}_{kind}"] = _coherence(subject, groups, others, judge, training).to_plain()
         numbers[f"{kind}_examples"] = [
             {"prompt": _text(subject, p.given), "text": _text(subject, p.new)} for p in real[:3]
         ]
@@ -214,8 +214,12 @@ def _by_prompt(groups: list[list[Passage]], judge: Judge | None) -> list[dict[st
     ]
 
 
-def _kinds(chosen: Passages) -> dict[str, list[Passage]]:
-    return {"prompted": chosen.passages, "unprompted": without_prompt(chosen.passages)}
+def _kinds(chosen: Passages) -> dict[str, tuple[list[Passage], list[Passage]]]:
+    """Passages that are continued, and others to hold the results against, with and without prompt."""
+    return {
+        "prompted": (chosen.passages, chosen.others),
+        "unprompted": (without_prompt(chosen.passages), without_prompt(chosen.others)),
+    }
 
 
 def _draw(subject: Subject, prompts: list[list[int]], settings: SamplerConfig) -> list[Generation]:
@@ -236,12 +240,12 @@ def _groups(passages: list[Passage], size: int) -> list[list[Passage]]:
 def _coherence(
     subject: Subject,
     groups: list[list[Passage]],
-    real: list[Passage],
+    others: list[Passage],
     judge: Judge | None,
     training: TrainingText,
 ) -> Coherence:
     texts = [_text(subject, p.given + p.new) for group in groups for p in group] if subject.python else None
-    return measure_coherence(groups, texts, judge=judge, real=real, training=training, block_size=subject.block_size)
+    return measure_coherence(groups, texts, judge=judge, real=others, training=training, block_size=subject.block_size)
 
 
 def _text(subject: Subject, ids: list[int]) -> str:

@@ -40,11 +40,13 @@ class Passages:
     """Passages of real text.
 
     Attributes:
-        passages: given and following tokens.
+        passages: given and following tokens, whose beginnings are continued.
+        others: as many others that lie between them, which samples and real text alike are held against.
         origin: where they were cut, for the report.
     """
 
     passages: list[Passage]
+    others: list[Passage]
     origin: str
 
 
@@ -54,28 +56,30 @@ def choose_passages(store: TokenStore, config: SamplesConfig) -> Passages:
     Else (few long documents) passages are cut from within documents at even distances.
 
     Raises:
-        ValueError: no document is long enough for one passage.
+        ValueError: fewer than four passages can be cut.
     """
     wanted = config.prompt_tokens + config.new_tokens
     length_D = np.diff(store.offsets)
     long_D = np.nonzero(length_D >= wanted)[0]
-    if len(long_D) >= config.prompts:
-        chosen = long_D[np.arange(config.prompts) * len(long_D) // config.prompts]
+    count = 2 * config.prompts
+    if len(long_D) >= count:
+        chosen = long_D[np.arange(count) * len(long_D) // count]
         starts = store.offsets[chosen].tolist()
         origin = "the beginnings of validation documents"
     else:
-        starts = _inner_starts(store, long_D.tolist(), wanted, config.prompts)
+        starts = _inner_starts(store, long_D.tolist(), wanted, count)
         origin = "passages cut from within validation documents"
-    if not starts:
+    if len(starts) < 4:
         raise ValueError(
-            f"no validation document has {wanted} tokens (samples.prompt_tokens={config.prompt_tokens} + "
-            f"samples.new_tokens={config.new_tokens}); the longest has {length_D.max(initial=0)}: lower one of them"
+            f"the validation documents have room for {len(starts)} passages of {wanted} tokens, and 4 are needed: "
+            f"lower samples.prompt_tokens={config.prompt_tokens} or samples.new_tokens={config.new_tokens} (the "
+            f"longest document has {length_D.max(initial=0)} tokens)"
         )
     passages = [
         Passage(ids[: config.prompt_tokens], ids[config.prompt_tokens :])
         for ids in (store.tokens[start : start + wanted].tolist() for start in starts)
     ]
-    return Passages(passages, origin)
+    return Passages(passages[::2], passages[1::2], origin)
 
 
 def _inner_starts(store: TokenStore, documents: list[int], wanted: int, count: int) -> list[int]:

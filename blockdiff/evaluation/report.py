@@ -80,9 +80,7 @@ def facts(config: SweepConfig, study: Study) -> list[str]:
     if config.checkpoints:
         said.append("The models were given as checkpoints; their budgets may differ.")
     elif config.budget is Budget.tokens:
-        said.append(
-            "Equal tokens: all runs saw equally many windows; padding makes counted tokens differ a little."
-        )
+        said.append("Equal tokens: all runs saw equally many windows; padding makes counted tokens differ a little.")
     else:
         said.append(
             "Equal compute: all runs took the operations of the smallest block size's run. Both streams are counted at "

@@ -22,7 +22,6 @@ from typing import Any
 from blockdiff.training.config import LoggerConfig
 from blockdiff.training.durable import write_text_durably
 
-
 BLOCK_SIZES = [1, 2, 4, 8, 16, 32]
 
 

@@ -51,7 +51,7 @@ def likelihood_table(study: Study) -> Table:
     true = study.likelihoods[0].numbers["true"] if study.likelihoods else None
     note = (
         "Brackets are 95 % intervals over validation windows. The bound is exact at block size 1. “True NLL” and "
-        f"“bound − true” are on {true['windows']} of the windows: a single number is exact, two are the ends of a bracket. "
+        f"“bound − true” are on {true['windows']} of the windows: one number is exact, two are the ends of a bracket. "
         "The border jump is the left-to-right nats at the first token of a block less those inside, above the "
         "autoregressive model's at the same tokens."
         if true
@@ -75,7 +75,7 @@ def _likelihood_cells(row: LikelihoodRow, study: Study) -> list[str]:
         spread(row.jump.to_interior if row.jump else None, 3),
         number(numbers["left_to_right"]["value"], 4),
         f"{numbers['train_tokens']:,}",
-        number(numbers["train_flops"] / 1e15, 3),
+        f"{numbers['train_flops'] / 1e15:.3g}",
         number(seconds, 0),
     ]
 
@@ -103,8 +103,9 @@ def coherence_table(study: Study, kind: str) -> Table:
         rows.append(["shuffled", NOTHING, *_coherence_cells(study.reference[f"shuffled_{kind}"], None, None, python)])
     note = (
         "Real text is the ceiling, its shuffled tokens the floor. Nothing was filtered or drawn again. A model that "
-        "repeats itself has a low judge perplexity, so read that column with the next ones; distinct n-grams and overlap "
-        "depend on how much text there is, so compare rows, not reports."
+        "repeats itself has a low judge perplexity, so read that column with the next ones. Distinct n-grams and "
+        "overlap depend on how much text there is: compare rows, not reports. The distance is from other real text and "
+        "may fall below 0 by chance."
     )
     return Table(f"Coherence, {kind}", note, header, rows, [0, len(rows) - 1] if study.reference is not None else [])
 
@@ -149,8 +150,8 @@ def speed_table(study: Study) -> Table:
 def protocol_line(protocol: dict[str, Any]) -> str:
     """The speed protocol in one line: what two reports must share to be compared."""
     return (
-        f"{protocol['device']} ({protocol['device_type']}), {protocol['precision']}, {protocol['threads']} threads, torch "
-        f"{protocol['torch']}; {protocol['prompts']} prompts of {protocol['shortest_prompt']} to "
+        f"{protocol['device']} ({protocol['device_type']}), {protocol['precision']}, {protocol['threads']} threads, "
+        f"torch {protocol['torch']}; {protocol['prompts']} prompts of {protocol['shortest_prompt']} to "
         f"{protocol['longest_prompt']} tokens (not counted), {protocol['new_tokens']} new tokens each, seq_len "
         f"{protocol['seq_len']}; median of {protocol['repeats']} runs (smallest to largest)"
     )

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blockdiff.evaluation.intervals import Interval, ratio_difference
 from blockdiff.evaluation.study import SampleRow, Study
@@ -34,8 +35,9 @@ class Choice:
 def compare(row: SampleRow, baseline: SampleRow, tolerance: float, batch_size: int) -> Choice:
     """One sampler against the autoregressive samples of the same prompts."""
     ours, theirs = row.numbers["prompted_texts"], baseline.numbers["prompted_texts"]
-    columns = [np.array([text[key] for text in texts], float) for texts in (ours, theirs) for key in ("nats", "tokens")]
-    nats, replicate_R = ratio_difference(*columns)
+    nats, replicate_R = ratio_difference(
+        _column(ours, "nats"), _column(ours, "tokens"), _column(theirs, "nats"), _column(theirs, "tokens")
+    )
     cost = Interval(*(math.expm1(value) for value in (nats.value, nats.low, nats.high)))
     fast, slow = row.speed(batch_size), baseline.speed(batch_size)
     (low, high), (base_low, base_high) = fast["tokens_per_second_spread"], slow["tokens_per_second_spread"]
@@ -50,7 +52,7 @@ def compare(row: SampleRow, baseline: SampleRow, tolerance: float, batch_size: i
 
 
 def choose(study: Study, tolerance: float, batch_size: int) -> tuple[list[Choice], Choice | None]:
-    """All samplers against the autoregressive one, and the fastest that keeps to the tolerance, if any."""
+    """All samplers against the autoregressive one, and the fastest that is within the tolerance and not monotonous."""
     baseline = study.baseline_samples
     if baseline is None or not baseline.numbers["prompted_texts"]:
         return [], None
@@ -59,17 +61,25 @@ def choose(study: Study, tolerance: float, batch_size: int) -> tuple[list[Choice
         for row in study.samples
         if row is not baseline and len(row.numbers["prompted_texts"]) == len(baseline.numbers["prompted_texts"])
     ]
-    fitting = [choice for choice in choices if choice.cost.value <= tolerance]
+    fitting = [c for c in choices if c.cost.value <= tolerance and not monotonous(c.row, baseline)]
     return choices, max(fitting, key=lambda choice: choice.speedup, default=None)
+
+
+def monotonous(row: SampleRow, baseline: SampleRow) -> bool:
+    """Whether samples repeat themselves, or keep to few words, clearly more than the autoregressive ones.
+
+    A low judge perplexity is then no merit: the judge finds repetition easy.
+    """
+    ours, theirs = row.numbers["prompted"], baseline.numbers["prompted"]
+    repeats = (ours["repeated_4"] or 0.0) > 1.25 * (theirs["repeated_4"] or 0.0) + 0.01
+    return repeats or ours["unigram_entropy"] < 0.95 * theirs["unigram_entropy"]
 
 
 def verdict(study: Study, tolerance: float) -> str:
     """The recommendation in plain words."""
     baseline = study.baseline_samples
     if baseline is None:
-        return (
-            "There are no samples of an autoregressive model (block size 1) to compare with, so nothing is recommended."
-        )
+        return "No autoregressive model (block size 1) was sampled to compare with, so nothing is recommended."
     if not baseline.numbers["prompted_texts"]:
         return "No judge read the samples, so nothing is recommended."
     batch_size = study.batch_sizes[0]
@@ -77,13 +87,27 @@ def verdict(study: Study, tolerance: float) -> str:
     aim = f"within {tolerance:.0%} of autoregressive judge perplexity ({baseline.judge_perplexity:.2f})"
     if not choices:
         return "No other sampler was measured beside the autoregressive model, so there is nothing to recommend."
+    left_out = _left_out([c for c in choices if c.cost.value <= tolerance and monotonous(c.row, baseline)])
     if best is None:
-        nearest = min(choices, key=lambda choice: choice.cost.value)
-        return f"No setting stays {aim}. The nearest is {_name(nearest)}: {_cost(nearest)}, at {_speed(nearest, batch_size)}."
-    return (
-        f"{aim[0].upper()}{aim[1:]}: {_name(best)}, {_speed(best, batch_size)}. "
-        f"It costs {_cost(best)}; {_certainty(best)} {_repetition(best, baseline)}"
-    )
+        varied = [c for c in choices if not monotonous(c.row, baseline)] or choices
+        nearest = min(varied, key=lambda choice: choice.cost.value)
+        said = f"No setting stays {aim} without repeating itself more. "
+        said += f"The nearest is {_name(nearest)}: {_cost(nearest)}, {_speed(nearest, batch_size)}."
+    else:
+        said = f"{aim[0].upper()}{aim[1:]}: {_name(best)}, {_speed(best, batch_size)}. "
+        said += f"It costs {_cost(best)}; {_certainty(best)}"
+    return f"{said} {left_out}".strip()
+
+
+def _left_out(choices: list[Choice]) -> str:
+    if not choices:
+        return ""
+    names = "; ".join(_name(choice) for choice in choices)
+    return f"Left out, because a low perplexity comes from repetition or few words there: {names}."
+
+
+def _column(texts: list[dict[str, float]], key: str) -> NDArray[np.float64]:
+    return np.array([text[key] for text in texts], dtype=np.float64)
 
 
 def _name(choice: Choice) -> str:
@@ -112,12 +136,3 @@ def _certainty(choice: Choice) -> str:
         f"in only {choice.holds:.0%} of resamplings of the prompts it keeps to the constraint, so more prompts are "
         "needed to be sure."
     )
-
-
-def _repetition(choice: Choice, baseline: SampleRow) -> str:
-    """Whether a low perplexity was bought with repetition."""
-    ours, theirs = (row.numbers["prompted"]["repeated_4"] for row in (choice.row, baseline))
-    if ours is None or theirs is None:
-        return ""
-    more = " more than the autoregressive samples, which flatters its perplexity" if ours > 1.25 * theirs + 0.01 else ""
-    return f"It repeats {ours:.1%} of its 4-grams{more} (autoregressive: {theirs:.1%})."
