@@ -13,6 +13,8 @@ USAGE = """usage: blockdiff VERB [key=value ...]
   sample     write text with it:           blockdiff sample checkpoint=checkpoints/first prompt="def "
   evaluate   its likelihood bound:         blockdiff evaluate checkpoint=checkpoints/first
   prepare    tokenise a corpus beforehand: blockdiff prepare data=text data.files=book.txt
+  sweep      block sizes against coherence: blockdiff sweep experiment=tradeoff_demo
+  measure    one cell of a sweep:          blockdiff measure checkpoint=checkpoints/first output=first.json
 
 Every verb is a Hydra application: `blockdiff VERB --help` lists its keys, `--cfg job` prints the composed config,
 `-m block_size=4,8,16` runs it several times.

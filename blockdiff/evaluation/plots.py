@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from blockdiff.evaluation.study import SampleRow, Study, interval, perplexity
 
@@ -22,6 +23,7 @@ class Series:
         x, y: the points.
         low, high: ends of their error bars; empty: none.
         names: texts beside the points; empty: none.
+        joined: whether a line goes through the points.
     """
 
     label: str
@@ -30,20 +32,25 @@ class Series:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    joined: bool = True
 
 
 def tradeoff(study: Study, batch_size: int) -> list[Series]:
-    """Judge perplexity against tokens a second: one line a model, one point a sampler, from slow to fast."""
+    """Judge perplexity against tokens a second: a line a model over its step budgets, points for other samplers."""
     series = []
     for label in dict.fromkeys(row.model.label for row in study.samples):
         rows = [r for r in study.samples if r.model.label == label and math.isfinite(r.judge_perplexity)]
         rows.sort(key=lambda row: row.speed(batch_size)["tokens_per_second"])
-        if rows:
-            series.append(_tradeoff_line(label, rows, batch_size))
+        budgets = [row for row in rows if row.numbers["config"]["sampler"]["rule"] in ("first_hitting", "ancestral")]
+        others = [row for row in rows if row not in budgets]
+        if budgets:
+            series.append(_tradeoff_series(label, budgets, batch_size, joined=True))
+        if others:
+            series.append(_tradeoff_series(f"{label}, other samplers", others, batch_size, joined=False))
     return series
 
 
-def _tradeoff_line(label: str, rows: list[SampleRow], batch_size: int) -> Series:
+def _tradeoff_series(label: str, rows: list[SampleRow], batch_size: int, *, joined: bool) -> Series:
     nats = [interval(row.numbers["prompted"]["judge_nats"]) for row in rows]
     return Series(
         label,
@@ -52,6 +59,7 @@ def _tradeoff_line(label: str, rows: list[SampleRow], batch_size: int) -> Series
         [perplexity(n.low) for n in nats],
         [perplexity(n.high) for n in nats],
         [row.sampler for row in rows],
+        joined,
     )
 
 
@@ -106,10 +114,13 @@ def draw_all(study: Study, directory: Path) -> list[Path]:
                 axes = _axes(x_label, "judge perplexity of prompted samples")
                 axes.set_xscale("log")
                 axes.set_yscale("log")
+                _plain_numbers(axes)
+                _real_text(axes, study)
                 paths.append(_save(axes, data, directory / f"tradeoff_batch_{batch_size}.png"))
     if study.likelihoods:
         axes = _axes("block size", "nats per token")
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         paths.append(_save(axes, likelihood(study), directory / "likelihood.png"))
     curves = positions(study)
     if curves:
@@ -129,12 +140,31 @@ def _axes(x_label: str, y_label: str) -> Axes:
     return axes
 
 
+def _plain_numbers(axes: Axes) -> None:
+    """Numbers in full instead of powers of ten, on both logarithmic axes."""
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.4g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _real_text(axes: Axes, study: Study) -> None:
+    """Levels of real text and of its shuffled tokens."""
+    for name, style in (("real", "-"), ("shuffled", ":")):
+        nats = interval(study.reference[f"{name}_prompted"]["judge_nats"]).value if study.reference else math.nan
+        if math.isfinite(nats):
+            axes.axhline(perplexity(nats), color="0.45", linestyle=style, linewidth=1, label=f"{name} text")
+
+
 def _save(axes: Axes, data: list[Series], path: Path) -> Path:
     for series in data:
         below = [max(y - low, 0.0) for y, low in zip(series.y, series.low, strict=True)] if series.low else None
         above = [max(high - y, 0.0) for y, high in zip(series.y, series.high, strict=True)] if series.high else None
         error = None if below is None or above is None else [below, above]
-        axes.errorbar(series.x, series.y, yerr=error, marker="o", markersize=4, capsize=2, label=series.label)
+        line, marker = ("-", "o") if series.joined else ("", "x")
+        axes.errorbar(
+            series.x, series.y, yerr=error, linestyle=line, marker=marker, markersize=5, capsize=2, label=series.label
+        )
         for x, y, name in zip(series.x, series.y, series.names, strict=False):
             axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.legend(fontsize=8)
