@@ -22,7 +22,7 @@ Every verb is a Hydra application: `blockdiff VERB --help` lists its keys, `--cf
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status (2: bad input, said on standard error without a traceback)."""
+    """Runs one verb; returns the exit status (2: bad input, 1: a run that had to end, both said on standard error)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -33,21 +33,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if verb not in VERBS:
         return _refuse(f"unknown verb {verb}{did_you_mean(verb, list(VERBS))}; verbs: {', '.join(VERBS)}")
+    return _guarded(lambda: _run(verb, rest))
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """What `run` returns; a user's error is a message and a status instead of a traceback."""
+    from blockdiff.training.errors import TrainingError
+
     try:
-        return _run(verb, rest)
-    except ValueError as error:
-        if _wants_traceback():
+        return run()
+    except (ValueError, TrainingError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        return _refuse(str(error))
+        return _refuse(str(error), status=1 if isinstance(error, TrainingError) else 2)
 
 
-def _wants_traceback() -> bool:
-    return os.environ.get("HYDRA_FULL_ERROR") == "1"
-
-
-def _refuse(message: str) -> int:
+def _refuse(message: str, status: int = 2) -> int:
     print(f"blockdiff: {message}", file=sys.stderr)
-    return 2
+    return status
 
 
 def _run(verb: str, arguments: list[str]) -> int:
@@ -71,12 +74,8 @@ def _run_hydra(verb: str, arguments: list[str]) -> int:
     @hydra.main(config_path=str(CONF), config_name=verb, version_base="1.3")
     def application(composed: DictConfig) -> None:
         nonlocal status
-        try:
-            status = max(status, _VERBS[verb](to_config(verb, composed)))
-        except ValueError as error:  # Hydra would print its own traceback and exit
-            if _wants_traceback():
-                raise
-            status = _refuse(str(error))
+        # Guarded in here: Hydra would print its own traceback and exit.
+        status = max(status, _guarded(lambda: _VERBS[verb](to_config(verb, composed))))
 
     saved, sys.argv = sys.argv, [f"blockdiff {verb}", *arguments]
     try:

@@ -10,11 +10,8 @@ from typing import Any
 from blockdiff.core.blocks import check_block_size
 from blockdiff.core.bound import EVALUATION_SEED
 from blockdiff.core.corruption import NoiseConfig
-from blockdiff.data.prepare import DataConfig
-from blockdiff.evaluation.measure import LikelihoodConfig
-from blockdiff.evaluation.passages import SamplesConfig
-from blockdiff.evaluation.sweep import SweepConfig
-from blockdiff.evaluation.throughput import SpeedConfig
+from blockdiff.data.config import DataConfig
+from blockdiff.evaluation.config import LikelihoodConfig, SamplesConfig, SpeedConfig, SweepConfig
 from blockdiff.model.denoiser import ModelConfig
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.training.config import LoggerConfig, OptimizerConfig, Resume, TrainerConfig

@@ -21,6 +21,7 @@ from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import PreparedData, prepare
 from blockdiff.data.sources import Source
 from blockdiff.evaluation.compute import training_flops
+from blockdiff.evaluation.config import BLOCK_SIZES, Budget, SweepConfig
 from blockdiff.evaluation.judge import DenoiserJudge
 from blockdiff.evaluation.measure import (
     Measurement,
@@ -31,11 +32,8 @@ from blockdiff.evaluation.measure import (
 )
 from blockdiff.evaluation.report import write_report
 from blockdiff.evaluation.sweep import (
-    BLOCK_SIZES,
-    Budget,
     Cell,
     Model,
-    SweepConfig,
     plan_cells,
     run_cells,
     run_in_process_of_its_own,

@@ -17,8 +17,12 @@ from blockdiff.api import LanguageModel, load
 from blockdiff.commands import trained_block_size, weights_name
 from blockdiff.config import SampleConfig
 from blockdiff.sampling.batch import BlockEvent
+from blockdiff.sampling.infill import parse
+from blockdiff.sampling.record import Recorder
 from blockdiff.sampling.report import Generation, Report
-from blockdiff.sampling.sampler import run
+from blockdiff.sampling.sampler import Run, run
+from blockdiff.sampling.trace import check_trace, write_trace
+from blockdiff.sampling.watch import Watch
 
 
 def run_sample(config: SampleConfig) -> int:
@@ -29,13 +33,46 @@ def run_sample(config: SampleConfig) -> int:
     notes = Console(stderr=True)
     if size != model.config.block_size:
         notes.print(f"block_size={size} was not trained: this model knows blocks of {model.config.block_size}")
-    with _progress(notes, len(prompts)) as progress:
-        result = run(model.denoiser, prompts, config.sampler, **model.place(size), progress=progress)
-    with _output(config.output) as file:
-        for prompt, generation in zip(prompts, result.generations, strict=True):
-            file.write(_line(config, model, prompt, generation))
+    result = _run(config, model, size, prompts, notes)
+    if not config.watch or config.output:
+        with _output(config.output) as file:
+            for prompt, generation in zip(prompts, result.generations, strict=True):
+                file.write(_line(config, model, prompt, generation))
     notes.print(_figures(result.report, config, model, size))
     return 0
+
+
+def _run(config: SampleConfig, model: LanguageModel, block_size: int, prompts: list[str], notes: Console) -> Run:
+    """Samples, with as much to look at as was asked for."""
+    requests = [parse(prompt, model.tokenizer) for prompt in prompts]
+    recorder = Recorder() if config.trace else None
+    if config.trace:
+        check_trace(Path(config.trace))
+    if config.watch:
+        with Watch(requests, model.tokenizer, recorder=recorder) as view:
+            result = run(
+                model.denoiser,
+                requests,
+                config.sampler,
+                **model.place(block_size),
+                on_step=view.step,
+                progress=view.block,
+            )
+    else:
+        on_step = recorder.step if recorder else None
+        with _progress(notes, len(prompts)) as progress:
+            result = run(
+                model.denoiser,
+                requests,
+                config.sampler,
+                **model.place(block_size),
+                on_step=on_step,
+                progress=progress,
+            )
+    if recorder is not None and config.trace:
+        write_trace(Path(config.trace), recorder, requests, model.tokenizer, title=model.path.parent.name)
+        notes.print(f"replay: {config.trace}")
+    return result
 
 
 def read_prompts(config: SampleConfig) -> list[str]:

@@ -195,3 +195,15 @@ def test_loading_needs_neither_lightning_nor_hydra(run):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_watch_writes_plain_text_where_there_is_no_terminal_and_trace_a_page(run, capsys):
+    options = [f"checkpoint={run}", "prompt=the", "sampler.max_new_tokens=8"]
+    assert cli.main(["sample", *options]) == 0
+    plain = capsys.readouterr().out
+    assert cli.main(["sample", *options, "watch=true", "trace=replay.html"]) == 0
+    assert capsys.readouterr().out.strip() in plain
+    page = Path("replay.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "http" not in page
+    assert cli.main(["sample", *options, "trace=nowhere/replay.html"]) == 2

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from blockdiff.core.blocks import split_blocks
+from blockdiff.evaluation.config import LARGEST_EXACT
 from blockdiff.evaluation.masked import VIEWS_PER_PASS, masked_log_probs
 from blockdiff.model.denoiser import Denoiser
-
-LARGEST_EXACT = 8
-"""Block size up to which all subsets are enumerated: 255 masks a block, and twice as many with each further token."""
 
 
 def exact_block_nats(

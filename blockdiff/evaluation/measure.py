@@ -18,13 +18,13 @@ from blockdiff.data.loader import Batch, val_loader
 from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import PreparedData
 from blockdiff.evaluation.coherence import Coherence, border_interval, measure_coherence
+from blockdiff.evaluation.config import LikelihoodConfig, SamplesConfig, SpeedConfig
 from blockdiff.evaluation.copies import TrainingText
-from blockdiff.evaluation.exact import LARGEST_EXACT
 from blockdiff.evaluation.intervals import ratio_interval
 from blockdiff.evaluation.judge import Judge, Passage
-from blockdiff.evaluation.passages import Passages, SamplesConfig, choose_passages, shuffled, without_prompt
+from blockdiff.evaluation.passages import Passages, choose_passages, shuffled, without_prompt
 from blockdiff.evaluation.positions import border_jump, by_position
-from blockdiff.evaluation.throughput import SpeedConfig, measure_speed, protocol, speed_prompts
+from blockdiff.evaluation.throughput import measure_speed, protocol, speed_prompts
 from blockdiff.evaluation.windows import left_to_right_nats, true_nats, window_nats
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.sampling.config import SamplerConfig
@@ -33,37 +33,6 @@ from blockdiff.sampling.sampler import generate
 
 COPY_TOKENS = 2_000_000
 """Training tokens that samples are compared with, from the start: a search reads all of them for every token."""
-
-
-@dataclass
-class LikelihoodConfig:
-    """How likelihoods are estimated.
-
-    Attributes:
-        windows: of the validation split, evenly over it; None: all.
-        views: noise draws of each, for the bound.
-        curve_windows: for the curve by position in the block; each is read under S masks.
-        exact_windows: for the true likelihood; each is read under 2^S masks up to S = `largest_exact`.
-        largest_exact: block size up to which the likelihood is exact.
-        orders: random orders of the bracket at larger block sizes; each is read under S masks.
-        micro_batch_size: windows a forward pass.
-    """
-
-    windows: int | None = 128
-    views: int = 4
-    curve_windows: int = 64
-    exact_windows: int = 16
-    largest_exact: int = LARGEST_EXACT
-    orders: int = 8
-    micro_batch_size: int = 8
-
-    def check(self) -> None:
-        """Raises a ValueError that names key, value and rule."""
-        for key, least in (("views", 2), ("orders", 2), ("curve_windows", 1), ("exact_windows", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"likelihood.{key}={getattr(self, key)} must be at least {least}")
-        if not 0 <= self.largest_exact <= LARGEST_EXACT:
-            raise ValueError(f"likelihood.largest_exact={self.largest_exact} must lie between 0 and {LARGEST_EXACT}")
 
 
 @dataclass

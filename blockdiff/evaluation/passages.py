@@ -7,32 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from blockdiff.data.store import TokenStore
+from blockdiff.evaluation.config import SamplesConfig
 from blockdiff.evaluation.judge import Passage
-
-
-@dataclass
-class SamplesConfig:
-    """What is sampled for the measures of coherence.
-
-    Attributes:
-        prompts: passages of validation text whose beginnings are continued.
-        candidates: samples of each prompt, and samples without prompt for each passage.
-        prompt_tokens: tokens of a passage that are given.
-        new_tokens: tokens that are made, at most.
-        seed: of the samples and of the shuffling.
-    """
-
-    prompts: int = 16
-    candidates: int = 2
-    prompt_tokens: int = 32
-    new_tokens: int = 128
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raises a ValueError that names key, value and rule."""
-        for key in ("prompts", "candidates", "prompt_tokens", "new_tokens"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"samples.{key}={getattr(self, key)} must be at least 1")
 
 
 @dataclass

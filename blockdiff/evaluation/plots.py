@@ -24,6 +24,7 @@ class Series:
         low, high: ends of their error bars; empty: none.
         names: texts beside the points; empty: none.
         joined: whether a line goes through the points.
+        colour: number of its colour; equal for one model.
     """
 
     label: str
@@ -33,24 +34,25 @@ class Series:
     high: list[float] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     joined: bool = True
+    colour: int = 0
 
 
 def tradeoff(study: Study, batch_size: int) -> list[Series]:
     """Judge perplexity against tokens a second: a line a model over its step budgets, points for other samplers."""
     series = []
-    for label in dict.fromkeys(row.model.label for row in study.samples):
+    for colour, label in enumerate(dict.fromkeys(row.model.label for row in study.samples)):
         rows = [r for r in study.samples if r.model.label == label and math.isfinite(r.judge_perplexity)]
         rows.sort(key=lambda row: row.speed(batch_size)["tokens_per_second"])
         budgets = [row for row in rows if row.numbers["config"]["sampler"]["rule"] in ("first_hitting", "ancestral")]
         others = [row for row in rows if row not in budgets]
         if budgets:
-            series.append(_tradeoff_series(label, budgets, batch_size, joined=True))
+            series.append(_tradeoff_series(label, budgets, batch_size, True, colour))
         if others:
-            series.append(_tradeoff_series(f"{label}, other samplers", others, batch_size, joined=False))
+            series.append(_tradeoff_series(f"{label}, other samplers", others, batch_size, False, colour))
     return series
 
 
-def _tradeoff_series(label: str, rows: list[SampleRow], batch_size: int, *, joined: bool) -> Series:
+def _tradeoff_series(label: str, rows: list[SampleRow], batch_size: int, joined: bool, colour: int) -> Series:
     nats = [interval(row.numbers["prompted"]["judge_nats"]) for row in rows]
     return Series(
         label,
@@ -60,6 +62,7 @@ def _tradeoff_series(label: str, rows: list[SampleRow], batch_size: int, *, join
         [perplexity(n.high) for n in nats],
         [row.sampler for row in rows],
         joined,
+        colour,
     )
 
 
@@ -85,6 +88,7 @@ def likelihood(study: Study) -> list[Series]:
         [row.true_low.low for row in rows],
         [row.true_high.high for row in rows],
     )
+    true.colour = 1
     return [bound, true]
 
 
@@ -97,8 +101,9 @@ def positions(study: Study) -> list[Series]:
             [point.value for point in row.curve],
             [point.low for point in row.curve],
             [point.high for point in row.curve],
+            colour=colour,
         )
-        for row in study.likelihoods
+        for colour, row in enumerate(study.likelihoods)
         if row.model.block_size > 1
     ]
 
@@ -162,9 +167,10 @@ def _save(axes: Axes, data: list[Series], path: Path) -> Path:
         above = [max(high - y, 0.0) for y, high in zip(series.y, series.high, strict=True)] if series.high else None
         error = None if below is None or above is None else [below, above]
         line, marker = ("-", "o") if series.joined else ("", "x")
-        axes.errorbar(
-            series.x, series.y, yerr=error, linestyle=line, marker=marker, markersize=5, capsize=2, label=series.label
+        drawn = axes.errorbar(
+            series.x, series.y, yerr=error, linestyle=line, marker=marker, color=f"C{series.colour}", capsize=2
         )
+        drawn.set_label(series.label)
         for x, y, name in zip(series.x, series.y, series.names, strict=False):
             axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.legend(fontsize=8)

@@ -13,9 +13,10 @@ from typing import Any
 
 import jinja2
 
+from blockdiff.evaluation.config import Budget, SweepConfig
 from blockdiff.evaluation.plots import draw_all
 from blockdiff.evaluation.study import Study, collect
-from blockdiff.evaluation.sweep import Budget, Model, Outcome, SweepConfig
+from blockdiff.evaluation.sweep import Model, Outcome
 from blockdiff.evaluation.tables import (
     Table,
     coherence_table,

@@ -14,78 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from blockdiff.training.config import LoggerConfig
+from blockdiff.evaluation.config import SweepConfig
 from blockdiff.training.durable import write_text_durably
-
-BLOCK_SIZES = [1, 2, 4, 8, 16, 32]
-
-
-class Budget(Enum):
-    """What runs of different block sizes have in common."""
-
-    tokens = "tokens"
-    """Equally many windows."""
-    compute = "compute"
-    """Equally many floating-point operations, those of the smallest block size (`blockdiff.evaluation.compute`)."""
-
-
-@dataclass
-class SweepConfig:
-    """`blockdiff sweep`.
-
-    Attributes:
-        name: of the sweep; its runs are <name>-b<block size>.
-        block_size: to train and measure; empty: `BLOCK_SIZES`. With `checkpoints`: to measure each at; empty: its own.
-        checkpoints: run directories or .ckpt files to measure instead of training.
-        budget: what the runs have in common: ``tokens`` or ``compute``.
-        train: arguments of every `blockdiff train`, such as ``trainer.max_steps=600``.
-        measure: arguments of every `blockdiff measure`, such as ``sampler.temperature=0.8``.
-        steps: step budgets: ancestral sampling in so many steps a block, where that is fewer than its tokens.
-        threshold: thresholds of confidence sampling.
-        samplers: further settings, each a string of arguments: ``"rule=entropy_bound entropy_bound=0.5"``.
-        judge: run directory or checkpoint of block size 1 that judges samples; None: the sweep's own.
-        tolerance: judge perplexity that may be lost against autoregressive samples, for the report's recommendation.
-        output: directory of cells and report; None: sweeps/<name>.
-        dry_run: print the commands and run nothing.
-        logger: that gets the report's plots beside the files.
-    """
-
-    name: str = "sweep"
-    block_size: list[int] = field(default_factory=list)
-    checkpoints: list[str] = field(default_factory=list)
-    budget: Budget = Budget.tokens
-    train: list[str] = field(default_factory=list)
-    measure: list[str] = field(default_factory=list)
-    steps: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    threshold: list[float] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
-    judge: str | None = None
-    tolerance: float = 0.02
-    output: str | None = None
-    dry_run: bool = False
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
-
-    def check(self) -> None:
-        """Raises a ValueError that names key, value and rule."""
-        if Path(self.name).name != self.name or self.name.startswith("."):
-            raise ValueError(f"name={self.name} must be a plain directory name, such as name=tradeoff")
-        for key, values in (("block_size", self.block_size), ("steps", self.steps)):
-            if any(value < 1 for value in values) or len(set(values)) < len(values):
-                raise ValueError(f"{key}={values} must be different numbers of at least 1")
-        if any(not 0 <= value <= 1 for value in self.threshold):
-            raise ValueError(f"threshold={self.threshold} must be probabilities between 0 and 1")
-        self.logger.check()
-        if self.tolerance < 0:
-            raise ValueError(f"tolerance={self.tolerance} must be at least 0; 0.02 allows 2 %")
-
-    @property
-    def directory(self) -> Path:
-        return Path(self.output or f"sweeps/{self.name}")
 
 
 class Kind(Enum):

@@ -10,48 +10,18 @@ import dataclasses
 import platform
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from blockdiff.data.store import TokenStore
+from blockdiff.evaluation.config import SpeedConfig
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.sampling.report import Generation
 from blockdiff.sampling.sampler import Run, run
-
-
-@dataclass
-class SpeedConfig:
-    """How speed is measured.
-
-    Attributes:
-        prompts: requests of one run.
-        shortest_prompt, longest_prompt: tokens; the prompts' lengths lie evenly between them.
-        new_tokens: tokens made for each.
-        batch_sizes: rows that are denoised together; 1 is one stream.
-        repeats: timed runs at each batch size.
-    """
-
-    prompts: int = 50
-    shortest_prompt: int = 8
-    longest_prompt: int = 64
-    new_tokens: int = 64
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 16])
-    repeats: int = 3
-
-    def check(self) -> None:
-        """Raises a ValueError that names key, value and rule."""
-        for key in ("prompts", "shortest_prompt", "new_tokens", "repeats"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"speed.{key}={getattr(self, key)} must be at least 1")
-        if self.longest_prompt < self.shortest_prompt:
-            shortest = f"speed.shortest_prompt={self.shortest_prompt}"
-            raise ValueError(f"speed.longest_prompt={self.longest_prompt} must be at least {shortest}")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"speed.batch_sizes={self.batch_sizes} must be a list of numbers of at least 1")
 
 
 @dataclass

@@ -233,7 +233,7 @@ def cached_attention(
         query_BHTE: queries, rotated.
         key_BhPE: keys, the scratch slots of this call included.
         value_BhPE: values.
-        allowed: bool (1 or B, T, P), or None where every query sees every key.
+        allowed: bool (1 or B, T or 1, P), or None where every query sees every key.
         flash: use flash-attn where it applies (no mask, half precision on CUDA).
 
     Returns:
@@ -246,11 +246,14 @@ def cached_attention(
     # Query heads that share a key-value head become further queries of it: keys are read once and never repeated.
     share = heads // kv_heads
     query = query_BHTE.reshape(batch, kv_heads, share * tokens, -1)
-    mask = None if allowed is None else allowed[:, None].repeat(1, 1, share, 1)
+    mask = None if allowed is None else allowed[:, None]
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, share, 1)
     out = F.scaled_dot_product_attention(query, key_BhPE, value_BhPE, attn_mask=mask)
     return out.reshape(query_BHTE.shape)
 
 
+@functools.cache
 def flash_available() -> bool:
     """Whether flash-attn is installed (extra ``flash``)."""
     return importlib.util.find_spec("flash_attn") is not None

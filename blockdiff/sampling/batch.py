@@ -90,7 +90,7 @@ class Batch:
         capacity: int | None = None,
         text_by_block: bool = False,
         logit_rule: LogitRule | None = None,
-        on_step: Callable[[StepEvent], None] | None = None,
+        on_step: Callable[[StepEvent], object] | None = None,
     ) -> None:
         """Args:
             denoiser: called under `torch.inference_mode`.
@@ -111,7 +111,8 @@ class Batch:
         config.check(block_size, seq_len, denoiser.vocab_size)
         if config.stop and tokenizer is None:
             raise ValueError(f"stop={config.stop} needs a tokenizer: stop strings are looked for in the text")
-        self.denoiser, self.config, self.tokenizer = denoiser, config, tokenizer
+        self.denoiser = denoiser.compiled() if config.compile else denoiser
+        self.config, self.tokenizer = config, tokenizer
         self.block_size, self.seq_len = block_size, seq_len
         self.eos_id = tokenizer.eos_id if eos_id is None and tokenizer is not None else eos_id
         self.places = places or config.batch_size

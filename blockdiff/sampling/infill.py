@@ -3,8 +3,7 @@
 ``<hole:N>`` stands for N tokens to be made. Given tokens never change. Inside a block, a hole sees what is given on
 both sides of it; blocks depend causally on each other, so what stands in *later* blocks cannot be seen while a hole is
 filled: a hole that reaches a block border is filled there without knowing how the text goes on. Blocks without a hole
-    are committed
-as they are. The end of text may be drawn only where nothing given follows.
+are committed as they are. The end of text may be drawn only where nothing given follows.
 """
 
 from __future__ import annotations

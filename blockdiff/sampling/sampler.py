@@ -36,8 +36,9 @@ def run(
     tokenizer: TokenizerLike | None = None,
     eos_id: int | None = None,
     logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_step: Callable[[StepEvent], object] | None = None,
     progress: Callable[[BlockEvent], None] | None = None,
+    text_by_block: bool = False,
 ) -> Run:
     """Makes a text of each prompt.
 
@@ -55,12 +56,24 @@ def run(
         logit_rule: the caller's own rule on logits.
         on_step: called after each step.
         progress: called after each block of each row.
+        text_by_block: decode after each block, so that `progress` sees the text grow; else at the end.
 
     Raises:
         ValueError: before any work, if the config or a prompt breaks a rule.
     """
     began = time.perf_counter()
-    batch = _batch(denoiser, prompts, config, block_size, seq_len, tokenizer, eos_id, logit_rule, on_step)
+    batch = _batch(
+        denoiser,
+        prompts,
+        config,
+        block_size,
+        seq_len,
+        tokenizer,
+        eos_id,
+        logit_rule,
+        on_step,
+        text_by_block=text_by_block,
+    )
     done: dict[int, Generation] = {}
     while not batch.idle:
         for event in batch.advance():
@@ -83,7 +96,7 @@ def generate(
     tokenizer: TokenizerLike | None = None,
     eos_id: int | None = None,
     logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_step: Callable[[StepEvent], object] | None = None,
     progress: Callable[[BlockEvent], None] | None = None,
 ) -> list[Generation]:
     """The texts of `run`, without the figures."""
@@ -111,7 +124,7 @@ def stream(
     tokenizer: TokenizerLike | None = None,
     eos_id: int | None = None,
     logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_step: Callable[[StepEvent], object] | None = None,
 ) -> Iterator[BlockEvent]:
     """One event a finished block of each row; arguments as of `run`, errors raised before the first event.
 
@@ -172,7 +185,7 @@ def _batch(
     tokenizer: TokenizerLike | None,
     eos_id: int | None,
     logit_rule: LogitRule | None,
-    on_step: Callable[[StepEvent], None] | None,
+    on_step: Callable[[StepEvent], object] | None,
     *,
     text_by_block: bool = False,
 ) -> Batch:

@@ -20,6 +20,7 @@ from blockdiff.core.bound import Bound
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.training.config import TrainerConfig
 from blockdiff.training.display import Display
+from blockdiff.training.errors import NonFiniteError
 from blockdiff.training.metrics import MetricsTable, Row
 from blockdiff.training.module import DiffusionModule
 from blockdiff.training.report import write_samples
@@ -34,10 +35,6 @@ FINAL_SAMPLES = 4
 
 Preview = Callable[[Denoiser, int], list[str]]
 """(denoiser, how many) -> samples as text."""
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the weights are not finite: the message says when, with which samples, and what is left."""
 
 
 @dataclass

@@ -76,7 +76,9 @@ class Display:
     def preview(self, step: int, text: str) -> None:
         """Prints a sample above the bar."""
         self.console.rule(f"[dim]a sample at step {step}[/dim]", align="left", style="dim")
-        self._print(escape(text.rstrip()))
+        # What a young model writes may hold any control character; a terminal would obey it.
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text.rstrip())
+        self._print(escape(shown))
         self.console.rule(style="dim")
 
     def stop(self) -> None:

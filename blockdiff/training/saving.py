@@ -10,10 +10,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from blockdiff.training.checkpoints import checkpoint_path, open_checkpoint, prune, save_checkpoint
 from blockdiff.training.config import OnCheckpointError, TrainerConfig
-
-
-class CheckpointWriteError(OSError):
-    """A checkpoint could not be written; the former ones are untouched."""
+from blockdiff.training.errors import CheckpointWriteError
 
 
 class DurableCheckpointIO(CheckpointIO):

@@ -9,10 +9,11 @@ from models import V, tiny
 
 from blockdiff.data.store import ShardWriter, TokenStore
 from blockdiff.evaluation.coherence import border_interval, measure_coherence
+from blockdiff.evaluation.config import SamplesConfig, SpeedConfig
 from blockdiff.evaluation.copies import TrainingText
 from blockdiff.evaluation.judge import DenoiserJudge, Judgement, Passage
-from blockdiff.evaluation.passages import SamplesConfig, choose_passages, shuffled, without_prompt
-from blockdiff.evaluation.throughput import SpeedConfig, measure_speed, protocol, speed_prompts
+from blockdiff.evaluation.passages import choose_passages, shuffled, without_prompt
+from blockdiff.evaluation.throughput import measure_speed, protocol, speed_prompts
 from blockdiff.sampling.config import Rule, SamplerConfig
 
 
@@ -45,16 +46,19 @@ def test_the_judge_equals_the_plain_loop_whatever_else_is_read():
 
 def test_passages_start_documents_or_are_cut_from_within(tmp_path):
     config = SamplesConfig(prompts=2, prompt_tokens=2, new_tokens=3)
-    many = choose_passages(store(tmp_path, [[1] * 4, [2, 3, 4, 5, 6, 7], [8] * 5, [9] * 6]), config)
-    assert many.passages == [Passage([2, 3], [4, 5, 6]), Passage([8, 8], [8, 8, 8])]
+    long = [[2, 3, 4, 5, 6, 7], [8] * 5, [9] * 6, [10] * 7]
+    many = choose_passages(store(tmp_path, [[1] * 4, *long]), config)
+    assert many.passages == [Passage([2, 3], [4, 5, 6]), Passage([9, 9], [9, 9, 9])]
+    assert many.others == [Passage([8, 8], [8, 8, 8]), Passage([10, 10], [10, 10, 10])]
     assert "beginnings" in many.origin
-    single = choose_passages(store(tmp_path, [list(range(20))]), config)
-    assert single.passages == [Passage([0, 1], [2, 3, 4]), Passage([10, 11], [12, 13, 14])]
+    single = choose_passages(store(tmp_path, [list(range(40))]), config)
+    assert single.passages == [Passage([0, 1], [2, 3, 4]), Passage([20, 21], [22, 23, 24])]
+    assert single.others == [Passage([10, 11], [12, 13, 14]), Passage([30, 31], [32, 33, 34])]
     assert "within" in single.origin
-    with pytest.raises(ValueError, match="the longest has 4"):
-        choose_passages(store(tmp_path, [[1] * 4]), config)
+    with pytest.raises(ValueError, match="room for 3 passages of 5 tokens"):
+        choose_passages(store(tmp_path, [list(range(19))]), config)
     mixed = shuffled(single.passages, 1)
-    assert [sorted(p.new) for p in mixed] == [[2, 3, 4], [12, 13, 14]]
+    assert [sorted(p.new) for p in mixed] == [[2, 3, 4], [22, 23, 24]]
     assert without_prompt(single.passages)[0] == Passage([], [2, 3, 4])
 
 

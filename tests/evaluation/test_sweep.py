@@ -12,10 +12,11 @@ from models import tiny
 
 from blockdiff.core.corruption import CorruptionKind, NoiseConfig
 from blockdiff.evaluation.compute import masked_share, training_flops
+from blockdiff.evaluation.config import SweepConfig
 from blockdiff.evaluation.plots import likelihood, positions, tradeoff
 from blockdiff.evaluation.report import write_report
 from blockdiff.evaluation.study import collect
-from blockdiff.evaluation.sweep import Kind, Model, SweepConfig, plan_cells, run_cells, sampler_settings
+from blockdiff.evaluation.sweep import Kind, Model, plan_cells, run_cells, sampler_settings
 from blockdiff.evaluation.verdict import choose, verdict
 from blockdiff.model.denoiser import ModelConfig
 

@@ -140,7 +140,7 @@ def test_no_whole_checkpoint_is_an_error_and_no_new_start(make_config: Make) -> 
 
 
 def test_never_and_must(make_config: Make) -> None:
-    with pytest.raises(ValueError, match="resume=must, but .* holds no checkpoint"):
+    with pytest.raises(ValueError, match=r"resume=must, but .* holds no checkpoint"):
         run(make_config(resume=Resume.must))
     run(make_config(resume=Resume.never, trainer__max_steps=2))
     with pytest.raises(ValueError, match=r"resume=never, but .* holds checkpoints up to step-00000002\.ckpt"):

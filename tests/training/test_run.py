@@ -27,12 +27,11 @@ from blockdiff.data.loader import ValBatches
 from blockdiff.data.prepare import prepare
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.model.scoring import score_blocks
-from blockdiff.training.border import NonFiniteError
 from blockdiff.training.checkpoints import list_checkpoints, read_weights, step_of
 from blockdiff.training.config import LoggerName, OnCheckpointError, TrainerConfig
 from blockdiff.training.display import Display
+from blockdiff.training.errors import CheckpointWriteError, NonFiniteError
 from blockdiff.training.metrics import read_rows
-from blockdiff.training.saving import CheckpointWriteError
 from blockdiff.training.trainer import resolve_precision
 
 Make = Callable[..., RunConfig]
@@ -322,11 +321,14 @@ def test_terminal_display_shows_loss_bound_speed_and_time() -> None:
     display.advance(5)
     display.show({"step": 5, "train/nelbo": 3.25, "val/nelbo": 3.5, "val/nelbo_se": 0.01, "tokens_per_second": 1234.5})
     display.note("careful [now]")
+    display.preview(5, "bell\x07 and escape\x1b[31m\n\ttab [x]")
     display.stop()
     display.stop()
     text = out.getvalue()
     for shown in ("train 3.250", "val 3.500±0.010", "1,234 tokens/s", "left", "5/10", "careful [now]"):
         assert shown in text
+    assert "bell\N{REPLACEMENT CHARACTER} and escape\N{REPLACEMENT CHARACTER}[31m" in text
+    assert "\x07" not in text
 
 
 def test_training_needs_no_preview(make_config: Make) -> None:
