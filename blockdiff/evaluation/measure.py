@@ -88,7 +88,7 @@ def measure_likelihood(subject: Subject, config: LikelihoodConfig) -> Measuremen
     )
     exact_batches = subject.batches(config.exact_windows, 1)
     true = true_nats(denoiser, exact_batches, block_size=size, largest_exact=config.largest_exact, orders=config.orders)
-    same = window_nats(denoiser, exact_batches, block_size=size, views=config.views)
+    same = window_nats(denoiser, exact_batches, block_size=size, views=4 * config.views)
     tokens = same.window_tokens.astype(np.float64)
     nelbo = ratio_interval(bound.window_nats, bound.window_tokens.astype(np.float64))
     bytes_per_token = subject.prepared.manifest["bytes_per_token"]
