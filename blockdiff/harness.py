@@ -89,7 +89,7 @@ class BlockDiffusionLM(LM):
         return [(-value, hit) for value, hit in zip(nats, hits, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Bound of log p(text) in nats; behind seq_len tokens half a window at a time, with the half before it given."""
+        """Bound of log p(text) in nats; behind seq_len tokens half a window at a time, with the half before given."""
         windows = [rolling_windows(self._encode(request.args[0]), self.model.config.seq_len) for request in requests]
         nats = iter(self._nats([passage for passages in windows for passage in passages]))
         return [-sum(next(nats) for _ in passages) for passages in windows]

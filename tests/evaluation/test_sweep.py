@@ -19,6 +19,7 @@ from blockdiff.evaluation.study import collect
 from blockdiff.evaluation.sweep import Kind, Model, plan_cells, run_cells, sampler_settings
 from blockdiff.evaluation.verdict import choose, verdict
 from blockdiff.model.denoiser import ModelConfig
+from blockdiff.training import loggers
 
 
 def models():
@@ -327,6 +328,18 @@ def test_the_report_opens_in_a_browser(tmp_path):
     ran = subprocess.run([*command, written.html.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     assert tables(ran.stdout) == tables(written.html.read_text())
     assert ":CONSOLE" not in ran.stderr
+
+
+def test_plots_go_to_wandb_only(monkeypatch, tmp_path):
+    class Wandb:
+        shown = {}
+
+        def log_image(self, key, images):
+            self.shown[key] = images
+
+    monkeypatch.setattr(loggers, "WandbLogger", Wandb)
+    loggers.log_plots([Wandb(), object()], [tmp_path / "likelihood.png"])
+    assert Wandb.shown == {"likelihood": [str(tmp_path / "likelihood.png")]}
 
 
 def test_operations_match_a_count_of_products():
