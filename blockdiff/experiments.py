@@ -184,12 +184,14 @@ def _trained_models(config: SweepConfig) -> list[Model]:
     runs = {size: _train_config(config, size) for size in config.block_size or BLOCK_SIZES}
     first = runs[min(runs)]
     steps = first.trainer.max_steps
+    # Operations depend on the vocabulary, which only the prepared corpus knows.
+    vocab_size = prepare(first.data).tokenizer.vocab_size if config.budget is Budget.compute else 0
     models = []
     for size, run in runs.items():
         label = f"b{size}"
         arguments = [*config.train, f"block_size={size}", f"name={config.name}-{label}"]
         if config.budget is Budget.compute:
-            share = _window_flops(first) / _window_flops(run)
+            share = _window_flops(first, vocab_size) / _window_flops(run, vocab_size)
             arguments.append(f"trainer.max_steps={max(round(steps * share), 1)}")
         path = str(Path(run.run_root) / f"{config.name}-{label}")
         models.append(Model(label, path, size, size, arguments))
@@ -202,8 +204,8 @@ def _train_config(config: SweepConfig, block_size: int) -> TrainConfig:
     return run
 
 
-def _window_flops(run: TrainConfig) -> float:
-    return training_flops(run.model, run.data.vocab_size, run.seq_len, run.block_size, run.noise)
+def _window_flops(run: TrainConfig, vocab_size: int) -> float:
+    return training_flops(run.model, vocab_size, run.seq_len, run.block_size, run.noise)
 
 
 def _given_models(config: SweepConfig) -> list[Model]:

@@ -76,5 +76,5 @@ def shuffled(passages: list[Passage], seed: int) -> list[Passage]:
 
 
 def without_prompt(passages: list[Passage]) -> list[Passage]:
-    """The following tokens as texts of their own: what samples without a prompt are held against."""
-    return [Passage([], p.new) for p in passages]
+    """The passages' beginnings as texts of their own: what samples without a prompt are held against."""
+    return [Passage([], [*p.given, *p.new][: len(p.new)]) for p in passages]

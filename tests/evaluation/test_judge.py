@@ -59,7 +59,7 @@ def test_passages_start_documents_or_are_cut_from_within(tmp_path):
         choose_passages(store(tmp_path, [list(range(19))]), config)
     mixed = shuffled(single.passages, 1)
     assert [sorted(p.new) for p in mixed] == [[2, 3, 4], [22, 23, 24]]
-    assert without_prompt(single.passages)[0] == Passage([], [2, 3, 4])
+    assert without_prompt(single.passages)[0] == Passage([], [0, 1, 2])
 
 
 def test_border_difference_by_hand():

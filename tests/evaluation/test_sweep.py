@@ -331,15 +331,15 @@ def test_the_report_opens_in_a_browser(tmp_path):
 
 
 def test_plots_go_to_wandb_only(monkeypatch, tmp_path):
-    class Wandb:
-        shown = {}
+    shown = {}
 
+    class Wandb:
         def log_image(self, key, images):
-            self.shown[key] = images
+            shown[key] = images
 
     monkeypatch.setattr(loggers, "WandbLogger", Wandb)
     loggers.log_plots([Wandb(), object()], [tmp_path / "likelihood.png"])
-    assert Wandb.shown == {"likelihood": [str(tmp_path / "likelihood.png")]}
+    assert shown == {"likelihood": [str(tmp_path / "likelihood.png")]}
 
 
 def test_operations_match_a_count_of_products():
