@@ -14,6 +14,8 @@ USAGE = """usage: blockdiff VERB [key=value ...]
   sample     write text with it:           blockdiff sample checkpoint=checkpoints/first prompt="def "
   evaluate   its likelihood bound:         blockdiff evaluate checkpoint=checkpoints/first
   prepare    tokenise a corpus beforehand: blockdiff prepare data=text data.files=book.txt
+  sweep      block sizes against coherence: blockdiff sweep experiment=tradeoff_demo
+  measure    one cell of a sweep:          blockdiff measure checkpoint=checkpoints/first output=first.json
 
 Every verb is a Hydra application: `blockdiff VERB --help` lists its keys, `--cfg job` prints the composed config,
 `-m block_size=4,8,16` runs it several times.
@@ -123,9 +125,23 @@ def _evaluate(config: Any) -> int:
     return run_evaluate(config)
 
 
+def _measure(config: Any) -> int:
+    from blockdiff.experiments import run_measure
+
+    return run_measure(config)
+
+
+def _sweep(config: Any) -> int:
+    from blockdiff.experiments import run_sweep
+
+    return run_sweep(config)
+
+
 _VERBS: dict[str, Callable[[Any], int]] = {
     "train": _train,
     "sample": _sample,
     "evaluate": _evaluate,
     "prepare": _prepare,
+    "measure": _measure,
+    "sweep": _sweep,
 }

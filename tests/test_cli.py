@@ -9,7 +9,7 @@ def test_usage_lists_the_verbs(capsys):
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(verb in text for verb in ("train", "sample", "evaluate", "prepare"))
+    assert all(verb in text for verb in ("train", "sample", "evaluate", "prepare", "sweep", "measure"))
 
 
 def test_unknown_verb_suggests_the_nearest(capsys):

@@ -12,21 +12,23 @@ from blockdiff.records import from_plain, to_plain
 GROUP_FILES = [path.relative_to(CONF) for path in sorted(CONF.glob("*/*.yaml"))]
 
 
-def verbs_with(group: str) -> list[str]:
-    return {"sampler": ["train", "sample"], "data": ["train", "prepare"]}.get(group, ["train"])
+def verbs_with(path: Path) -> list[str]:
+    if path.stem.startswith("tradeoff"):
+        return ["sweep"]
+    return {"sampler": ["train", "sample"], "data": ["train", "prepare"]}.get(path.parent.name, ["train"])
 
 
 @pytest.mark.parametrize("path", GROUP_FILES, ids=str)
 def test_every_group_file_composes(path: Path):
-    for verb in verbs_with(path.parent.name):
+    for verb in verbs_with(path):
         needed = ["checkpoint=x"] if verb == "sample" else []
         load_config(verb, [f"{path.parent.name}={path.stem}", *needed])
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_composes_by_itself(verb):
-    overrides = ["checkpoint=x"] if verb in ("sample", "evaluate") else []
-    assert isinstance(load_config(verb, overrides), VERBS[verb])
+    needed = {"sample": ["checkpoint=x"], "evaluate": ["checkpoint=x"], "measure": ["checkpoint=x", "output=x"]}
+    assert isinstance(load_config(verb, needed.get(verb, [])), VERBS[verb])
 
 
 def test_values_reach_the_dataclasses():
