@@ -13,6 +13,7 @@ import argparse
 import platform
 import time
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from rich.console import Console
@@ -47,6 +48,9 @@ class Uncached:
     def __init__(self, denoiser: Denoiser) -> None:
         self._denoiser = denoiser
         self.mask_id, self.vocab_size = denoiser.mask_id, denoiser.vocab_size
+
+    def compiled(self) -> Self:
+        return self
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         device = self._denoiser.embedding.weight.device

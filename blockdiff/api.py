@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from blockdiff.config import TrainConfig
 from blockdiff.core.blocks import check_block_size
@@ -16,7 +17,9 @@ from blockdiff.core.bound import EVALUATION_SEED, Bound
 from blockdiff.data.tokenizer import Tokenizer
 from blockdiff.evaluation.likelihood import TextScore, score_texts
 from blockdiff.model.denoiser import Denoiser
-from blockdiff.records import from_plain, read_yaml
+from blockdiff.model.weights import WEIGHTS_NAME, write_weights
+from blockdiff.model.weights import read_weights as read_exported
+from blockdiff.records import dump_yaml, from_plain, read_yaml
 from blockdiff.sampling.batch import BlockEvent
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.sampling.report import Generation
@@ -119,6 +122,21 @@ class LanguageModel:
             total = total.merge(bound)
         return TextScore(total, sum(len(text.encode()) for text in given))
 
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes weights (safetensors), config and tokenizer to a directory that `load` reads; makes it if need be.
+
+        Raises:
+            ValueError: the directory holds files already.
+        """
+        target = Path(directory)
+        if target.exists() and any(target.iterdir()):
+            raise ValueError(f"{target} is not empty: nothing was written; choose another directory")
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
+        self.tokenizer.save(target / "tokenizer.json")
+        write_weights(self.denoiser, target / WEIGHTS_NAME, self.step)
+        return target
+
     def sampler(self, **options: Any) -> SamplerConfig:
         """The run's sampler settings with some of them replaced; enums may be given by name.
 
@@ -143,7 +161,8 @@ def load(
     """Reads a trained model from its run directory or one of its checkpoints.
 
     Args:
-        path: ``checkpoints/NAME`` (the newest valid checkpoint is taken) or a ``.ckpt`` file in it.
+        path: ``checkpoints/NAME`` (the newest valid checkpoint is taken), a ``.ckpt`` file in it, or what
+            `LanguageModel.save` wrote.
         device: ``auto`` takes CUDA where there is one.
         weights: the averaged weights, or those that the optimizer holds.
         dtype: ``auto`` is float32 on a CPU and bfloat16 on a GPU that computes in it.
@@ -157,9 +176,8 @@ def load(
         raise ValueError(f"checkpoint={place} does not exist: name a run directory or a .ckpt file")
     directory = place if place.is_dir() else place.parent
     config = from_plain(TrainConfig, read_yaml(directory / "config.yaml"))
-    checkpoint = _newest(place) if place.is_dir() else place
     tokenizer = Tokenizer.load(directory / "tokenizer.json")
-    state, step = read_weights(checkpoint, weights)
+    state, step, checkpoint = _weights(place, weights)
     rows = state["embedding.weight"].shape[0] - 1
     if rows != tokenizer.vocab_size:
         raise ValueError(
@@ -172,6 +190,15 @@ def load(
     target = resolve_device(device)
     denoiser = denoiser.to(device=target, dtype=resolve_dtype(dtype, target)).eval().requires_grad_(False)
     return LanguageModel(config, tokenizer, denoiser, step, checkpoint)
+
+
+def _weights(place: Path, kind: Literal["ema", "raw"]) -> tuple[dict[str, Tensor], int, Path]:
+    """Weights, steps behind them and the file they are from."""
+    exported = place / WEIGHTS_NAME if place.is_dir() else place
+    if exported.suffix == ".safetensors" and exported.exists():
+        return *read_exported(exported), exported
+    checkpoint = _newest(place) if place.is_dir() else place
+    return *read_weights(checkpoint, kind), checkpoint
 
 
 def _newest(directory: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ USAGE = """usage: blockdiff VERB [key=value ...]
   sample     write text with it:           blockdiff sample checkpoint=checkpoints/first prompt="def "
   evaluate   its likelihood bound:         blockdiff evaluate checkpoint=checkpoints/first
   prepare    tokenise a corpus beforehand: blockdiff prepare data=text data.files=book.txt
+  sweep      block sizes against coherence: blockdiff sweep experiment=tradeoff_demo
+  measure    one cell of a sweep:          blockdiff measure checkpoint=checkpoints/first output=first.json
 
 Every verb is a Hydra application: `blockdiff VERB --help` lists its keys, `--cfg job` prints the composed config,
 `-m block_size=4,8,16` runs it several times.
@@ -54,9 +57,24 @@ def _refuse(message: str, status: int = 2) -> int:
 def _run(verb: str, arguments: list[str]) -> int:
     from blockdiff.composition import load_config
 
+    arguments = [_free_text(argument) for argument in arguments]
     if any(argument.startswith("-") for argument in arguments):
         return _run_hydra(verb, arguments)
     return _VERBS[verb](load_config(verb, arguments))
+
+
+def _free_text(argument: str) -> str:
+    """`prompt=` takes any text as it stands: Hydra's grammar would trip over brackets, commas and outer blanks.
+
+    A value that is quoted itself, or a list, is left to Hydra.
+    """
+    key, _, text = argument.partition("=")
+    if key != "prompt" or text[:1] in ("'", '"', "["):
+        return argument
+    # Hydra reads a backslash as an escape only before a quote or at the end, OmegaConf only before an interpolation.
+    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
+    return f'{key}="{escaped}"'
 
 
 def _run_hydra(verb: str, arguments: list[str]) -> int:
@@ -107,9 +125,23 @@ def _evaluate(config: Any) -> int:
     return run_evaluate(config)
 
 
+def _measure(config: Any) -> int:
+    from blockdiff.experiments import run_measure
+
+    return run_measure(config)
+
+
+def _sweep(config: Any) -> int:
+    from blockdiff.experiments import run_sweep
+
+    return run_sweep(config)
+
+
 _VERBS: dict[str, Callable[[Any], int]] = {
     "train": _train,
     "sample": _sample,
     "evaluate": _evaluate,
     "prepare": _prepare,
+    "measure": _measure,
+    "sweep": _sweep,
 }

@@ -4,12 +4,14 @@ OmegaConf."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from blockdiff.core.blocks import check_block_size
 from blockdiff.core.bound import EVALUATION_SEED
 from blockdiff.core.corruption import NoiseConfig
-from blockdiff.data.prepare import DataConfig
+from blockdiff.data.config import DataConfig
+from blockdiff.evaluation.config import LikelihoodConfig, SamplesConfig, SpeedConfig, SweepConfig
 from blockdiff.model.denoiser import ModelConfig
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.training.config import LoggerConfig, OptimizerConfig, Resume, TrainerConfig
@@ -147,9 +149,62 @@ class SampleConfig:
             raise ValueError(f"count={self.count} must be at least 1")
 
 
+class Part(Enum):
+    """What `blockdiff measure` measures."""
+
+    likelihood = "likelihood"
+    samples = "samples"
+    reference = "reference"
+
+
+@dataclass
+class MeasureConfig:
+    """`blockdiff measure`: one cell of a sweep, written as JSON.
+
+    Attributes:
+        checkpoint: run directory or .ckpt file.
+        part: ``likelihood`` (bound, true likelihood, curve by position), ``samples`` (coherence and speed under one
+            sampler) or ``reference`` (real and shuffled text in the samples' place, on the checkpoint's corpus).
+        judge: run directory or .ckpt file of block size 1 that judges samples; None leaves its columns empty.
+        block_size: None means the one trained with.
+        pack_block_size: that validation windows are packed for, equal for models that are compared; None: block_size.
+        allow_untrained_block_size: measure at a block size that was not trained.
+        weights: ``ema`` or ``raw``.
+        device: ``auto``, ``cpu``, ``cuda`` …
+        dtype: ``auto`` (float32 on a CPU, bfloat16 on a GPU that has it), ``float32`` …
+        output: JSON file; arrays go to an NPZ file beside it.
+        likelihood, samples, speed: the protocols.
+        sampler: how tokens are chosen.
+    """
+
+    checkpoint: str = "???"
+    part: Part = Part.likelihood
+    judge: str | None = None
+    block_size: int | None = None
+    pack_block_size: int | None = None
+    allow_untrained_block_size: bool = False
+    weights: str = "ema"
+    device: str = "auto"
+    dtype: str = "auto"
+    output: str = "???"
+    likelihood: LikelihoodConfig = field(default_factory=LikelihoodConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+
+    def check(self) -> None:
+        self.likelihood.check()
+        self.samples.check()
+        self.speed.check()
+        if self.part is Part.reference and self.judge is None:
+            raise ValueError("part=reference needs judge=…: a run directory or checkpoint of block size 1")
+
+
 VERBS: dict[str, type] = {
     "train": TrainConfig,
     "sample": SampleConfig,
     "evaluate": EvaluateConfig,
     "prepare": PrepareConfig,
+    "measure": MeasureConfig,
+    "sweep": SweepConfig,
 }

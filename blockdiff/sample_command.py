@@ -57,6 +57,7 @@ def _run(config: SampleConfig, model: LanguageModel, block_size: int, prompts: l
                 **model.place(block_size),
                 on_step=view.step,
                 progress=view.block,
+                text_by_block=True,
             )
     else:
         on_step = recorder.step if recorder else None

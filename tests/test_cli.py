@@ -9,7 +9,7 @@ def test_usage_lists_the_verbs(capsys):
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(verb in text for verb in ("train", "sample", "evaluate", "prepare"))
+    assert all(verb in text for verb in ("train", "sample", "evaluate", "prepare", "sweep", "measure"))
 
 
 def test_unknown_verb_suggests_the_nearest(capsys):
@@ -44,3 +44,34 @@ def test_bad_input_under_hydra_flags_is_refused_too(capsys, tmp_path, monkeypatc
 def test_missing_run_is_named(verb, capsys):
     assert cli.main([verb, "checkpoint=nowhere"]) == 2
     assert "checkpoint=nowhere does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def ",
+        "def add(a, b):<hole:24>return result",
+        'print("hi", {1: [2]})',
+        "it's = a,b # ${x}",
+        "price \\${x} and $",
+        "tail\\",
+        'back\\"slash\\\\n',
+        "two\nlines",
+        "",
+        "null",
+        "0x1f",
+    ],
+)
+def test_a_prompt_is_taken_as_it_stands(text, monkeypatch):
+    seen = []
+    monkeypatch.setitem(cli._VERBS, "sample", lambda config: seen.append(config.prompt) or 0)
+    assert cli.main(["sample", "checkpoint=x", f"prompt={text}"]) == 0
+    assert seen == [text]
+
+
+def test_prompts_may_be_a_list_or_quoted(monkeypatch):
+    seen = []
+    monkeypatch.setitem(cli._VERBS, "sample", lambda config: seen.append(config.prompt) or 0)
+    cli.main(["sample", "checkpoint=x", "prompt=[one,two]"])
+    cli.main(["sample", "checkpoint=x", "prompt='one, two'"])
+    assert seen == [["one", "two"], "one, two"]

@@ -207,3 +207,16 @@ def test_watch_writes_plain_text_where_there_is_no_terminal_and_trace_a_page(run
     assert page.startswith("<!doctype html>")
     assert "http" not in page
     assert cli.main(["sample", *options, "trace=nowhere/replay.html"]) == 2
+
+
+def test_exported_weights_are_the_same_model(run, tmp_path):
+    model = blockdiff.load(run)
+    exported = blockdiff.load(model.save(tmp_path / "out"))
+    assert exported.step == 40
+    assert exported.nelbo("the old cat") == model.nelbo("the old cat")
+    with pytest.raises(ValueError, match="is not empty"):
+        model.save(tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        blockdiff.load(tmp_path / "out")

@@ -18,6 +18,7 @@ DOORS = {
     "flash_attn": ("model/attention.py",),
     "transformers": ("model/pretrained.py",),
     "peft": ("model/pretrained.py",),
+    "lm_eval": ("harness.py",),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

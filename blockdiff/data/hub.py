@@ -10,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockdiff.data.config import DataConfig
 from blockdiff.data.documents import Document, Split, cut_document, digest, documents_in, split_by_digest
 from blockdiff.data.rows import column_texts
 
-if TYPE_CHECKING:
-    from blockdiff.data.prepare import DataConfig
 
 _ROWS = 1000
 _OWN_VALIDATION = ("validation", "valid", "val", "dev")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from blockdiff.core.blocks import check_block_size
 from blockdiff.data.store import TokenStore
 
 Ints = NDArray[np.int64]
@@ -114,14 +115,3 @@ class PackedDataset(Dataset[Window]):
         inside_I = np.minimum(place_I - self._starts[document_I], length_I + 1)
         return begin_I + document_I + inside_I
 
-
-def check_block_size(block_size: int, seq_len: int) -> None:
-    """Raises ValueError where ``block_size`` does not divide ``seq_len``; names the nearest that do."""
-    if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len} must be at least 1")
-    if block_size < 1 or seq_len % block_size:
-        divisors = [size for size in range(1, seq_len + 1) if seq_len % size == 0]
-        below = [size for size in divisors if size < block_size][-1:]
-        above = [size for size in divisors if size > block_size][:1]
-        nearest = ", ".join(map(str, below + above))
-        raise ValueError(f"block_size={block_size} must divide seq_len={seq_len}; nearest: {nearest}")

@@ -13,6 +13,7 @@ from sysconfig import get_path
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.data import hub
+from blockdiff.data.config import DataConfig, Source
 from blockdiff.data.documents import (
     Document,
     Piece,
@@ -27,8 +28,6 @@ from blockdiff.data.files import ROW_FORMATS, FileFacts, expand_files, format_of
 from blockdiff.data.progress import progress
 from blockdiff.data.rows import row_texts
 
-if TYPE_CHECKING:
-    from blockdiff.data.prepare import DataConfig
 
 # Tests are not what a reader calls the library's source, installed packages are not part of it, and these
 # two hold tables and documentation that a script wrote (character maps, the help topics): 2 MB that drown
@@ -40,14 +39,6 @@ _BY_CONTENT = "by a hash of the document"
 
 # A document's text comes in chunks, which are read before the next document is asked for.
 SplitDocument = tuple[Split, Iterable[str]]
-
-
-class Source(Enum):
-    """Where the documents come from."""
-
-    stdlib = "stdlib"
-    text = "text"
-    hub = "hub"
 
 
 @dataclass

@@ -53,9 +53,9 @@ class ModelConfig:
         activation_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
     """
 
-    layers: int = 6
-    width: int = 256
-    heads: int = 4
+    layers: int = 4
+    width: int = 128
+    heads: int = 2
     kv_heads: int | None = None
     head_dim: int | None = None
     mlp_width: int | None = None
@@ -214,6 +214,22 @@ class Denoiser(nn.Module):
 
     # Sampling: block by block over a cache.
 
+    def compiled(self) -> Denoiser:
+        """The same weights behind compiled norms, projections and MLPs; this denoiser stays as it is.
+
+        Attention over a growing cache is left alone: it is one kernel already, and its shapes change with each block.
+        """
+        with torch.device("meta"):
+            twin = Denoiser(self.config, self.vocab_size)
+        twin.load_state_dict(self.state_dict(), assign=True)
+        for layer in twin.layers:
+            assert isinstance(layer, Layer)
+            for part in (layer.attention_norm, layer.mlp_norm, layer.mlp):
+                part.compile()
+            # Projections have a method of their own name, which `Module.compile` does not reach.
+            setattr(layer.attention, "project", torch.compile(layer.attention.project))  # noqa: B010
+        return twin.train(self.training)
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of the weights' device and type for `batch` rows of `capacity` positions."""
         return KVCache.empty(
@@ -305,15 +321,8 @@ class Denoiser(nn.Module):
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers[:-1]):
             x = layer(x, cos, sin, step.attend(index, last=False))
-        wanted = None if chosen_BM is None else _flat(chosen_BM, total - clean)
-        last = step.attend(len(self.layers) - 1, last=True)
-        x = self.layers[-1](x, cos, sin, last, slice(clean, None), wanted)
+        # Nobody reads what the last layer makes of other positions: only the wanted ones ask there.
+        wanted = slice(clean, None) if chosen_BM is None else clean + chosen_BM
+        x = self.layers[-1](x, cos, sin, step.attend(len(self.layers) - 1, last=True), wanted)
         cache.advance(step.taken)
-        logits = self.logits(self.norm(x))
-        return logits if chosen_BM is None else logits.unflatten(0, chosen_BM.shape)
-
-
-def _flat(chosen_BM: Tensor, width: int) -> Tensor:
-    """Positions within rows as indices into the rows laid end to end."""
-    row_B1 = torch.arange(len(chosen_BM), device=chosen_BM.device)[:, None]
-    return (row_B1 * width + chosen_BM).flatten()
+        return self.logits(self.norm(x))

@@ -70,7 +70,7 @@ class Extension:
             )
             keys = max(s + t for s, t in zip(starts, taken, strict=True)) + noisy
             slot_P = torch.arange(keys, device=device)
-            noisy_allowed = (slot_P < end_B1 + noisy)[:, None].expand(-1, noisy, -1)
+            noisy_allowed = (slot_P < end_B1 + noisy)[:, None]
         allowed = None
         if clean and not (alike and clean == 1):
             allowed = _clean_allowed(position[..., :clean], max(starts) + clean, clean_attention, block_size)

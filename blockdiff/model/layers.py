@@ -50,6 +50,22 @@ def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def take_tokens(x_BTD: Tensor, queries: slice | Tensor) -> Tensor:
+    """The tokens (B, Q, D) at `queries`: a slice, or int64 (B, Q) places of each row."""
+    if isinstance(queries, slice):
+        return x_BTD[:, queries]
+    return x_BTD.gather(1, queries[..., None].expand(-1, -1, x_BTD.shape[-1]))
+
+
+def take_angles(angle: Tensor, queries: slice | Tensor) -> Tensor:
+    """Rotary angles (T, E/2) or (B, 1, T, E/2) of the tokens at `queries`."""
+    if isinstance(queries, slice):
+        return angle[..., queries, :]
+    if angle.dim() == 2:
+        return angle[queries][:, None]
+    return take_tokens(angle.squeeze(1), queries)[:, None]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang and Sennrich, 2019)."""
 
@@ -77,20 +93,22 @@ class AttentionProjections(nn.Module):
         self.query_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.key_norm = RMSNorm(head_dim, eps) if qk_norm else None
 
-    def project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, queries: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, queries: slice | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, H, Tq, E) of the tokens in `queries`; rotated keys and values (B, h, T, E) of all."""
         tokens = x_BTD.shape[1]
-        if range(tokens)[queries] == range(tokens):
+        if isinstance(queries, slice) and range(tokens)[queries] == range(tokens):
             heads = self._heads(self.qkv(x_BTD))
             query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
         else:
             width = self.heads * self.head_dim
             bias = (None, None) if self.qkv.bias is None else self.qkv.bias.tensor_split([width])
-            query = self._heads(F.linear(x_BTD[:, queries], self.qkv.weight[:width], bias[0]))
+            query = self._heads(F.linear(take_tokens(x_BTD, queries), self.qkv.weight[:width], bias[0]))
             key, value = self._heads(F.linear(x_BTD, self.qkv.weight[width:], bias[1])).chunk(2, 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = rotate(query, cos[..., queries, :], sin[..., queries, :])
+        query = rotate(query, take_angles(cos, queries), take_angles(sin, queries))
         # Angles are kept in the weights' precision; under autocast the products come back to the values' type.
         return query.to(value.dtype), rotate(key, cos, sin).to(value.dtype), value
 
@@ -141,7 +159,7 @@ class Layer(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Attend,
-        queries: slice = slice(None),
+        queries: slice | Tensor = slice(None),
         chosen: Tensor | None = None,
     ) -> Tensor:
         """The residual stream after attention and MLP.
@@ -151,14 +169,14 @@ class Layer(nn.Module):
             cos: rotary cosines of all T tokens.
             sin: rotary sines.
             attend: attention over this call's queries, keys and values.
-            queries: the tokens that go on; the others give keys and values only.
+            queries: the tokens that go on, a slice or int64 (B, Tq) places; the others give keys and values only.
             chosen: int64 (M), flat indices into the B·Tq tokens that go on: only these meet the MLP.
 
         Returns:
             (B, Tq, D), or (M, D) where `chosen`.
         """
         heads = attend(*self.attention.project(self.attention_norm(x_BTD), cos, sin, queries))
-        heads, x = heads.transpose(1, 2).flatten(2), x_BTD[:, queries]
+        heads, x = heads.transpose(1, 2).flatten(2), take_tokens(x_BTD, queries)
         if chosen is not None:
             heads, x = heads.flatten(0, 1)[chosen], x.flatten(0, 1)[chosen]
         x = x + self.attention.out(heads)

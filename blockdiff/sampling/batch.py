@@ -18,7 +18,7 @@ import torch
 
 from blockdiff.model.cache import send
 from blockdiff.sampling.block import Block, Turn, take_step
-from blockdiff.sampling.config import SamplerConfig, Window
+from blockdiff.sampling.config import Precision, SamplerConfig, Window
 from blockdiff.sampling.logit_rules import LogitRule
 from blockdiff.sampling.noise import request_key
 from blockdiff.sampling.pace import Pace, pace_of, turns
@@ -111,7 +111,8 @@ class Batch:
         config.check(block_size, seq_len, denoiser.vocab_size)
         if config.stop and tokenizer is None:
             raise ValueError(f"stop={config.stop} needs a tokenizer: stop strings are looked for in the text")
-        self.denoiser, self.config, self.tokenizer = denoiser, config, tokenizer
+        self.denoiser = denoiser.compiled() if config.compile else denoiser
+        self.config, self.tokenizer = config, tokenizer
         self.block_size, self.seq_len = block_size, seq_len
         self.eos_id = tokenizer.eos_id if eos_id is None and tokenizer is not None else eos_id
         self.places = places or config.batch_size
@@ -293,7 +294,8 @@ class Batch:
             last_B = send([row.last_given if row.request.holes else -1 for row in rows], torch.int64, device)
             eos_allowed_BS = position_BS > last_B[:, None]
         zero_B = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        exact = torch.promote_types(self.cache.keys[0].dtype, torch.float32)
+        exact = torch.float64 if self.config.precision is Precision.exact else torch.float32
+        exact = torch.promote_types(self.cache.keys[0].dtype, exact)
         return Block(
             x_BS=send(tokens, torch.int64, device),
             open_BS=free_BS.clone(),

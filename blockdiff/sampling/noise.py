@@ -58,10 +58,10 @@ def token_gumbel(key_B: Tensor, position_BM: Tensor, step: int, vocab_size: int,
         dtype: ``float32`` or ``float64``.
     """
     vocab_V = torch.arange(vocab_size, device=key_B.device)
-    words = hash_counters(Draw.TOKEN, key_B[:, None, None], position_BM[..., None], step, vocab_V)
+    words = hash_counters(Draw.TOKEN, step, key_B[:, None, None], position_BM[..., None], vocab_V)
     return gumbel(words, dtype)
 
 
 def plan_words(draw: Draw, key_B: Tensor, position_BS: Tensor, step: int) -> Tensor:
     """int64 words (B, S) that decide which positions a step takes, where that does not depend on logits."""
-    return hash_counters(draw, key_B[:, None], position_BS, step)
+    return hash_counters(draw, step, key_B[:, None], position_BS)

@@ -113,7 +113,8 @@ def _remask_table(plans: list[RowPlan], steps: int, block_size: int, device: tor
     for row, plan in enumerate(plans):
         for step, positions in enumerate(plan.remasks):
             table[step, row, positions] = True
-    return table.to(device)
+    table = table.pin_memory() if device.type == "cuda" else table
+    return table.to(device, non_blocking=True)
 
 
 def _counted_turns(block: Block, total: list[int], config: SamplerConfig, calls: list[int]) -> Iterator[Turn]:

@@ -68,7 +68,8 @@ def plan_block(
             _simulate(config, open_, key_B[row : row + 1], position_BS[row : row + 1])
             for row, open_ in enumerate(open_by_row)
         ]
-    if config.rule is Rule.fixed and config.order is Order.left_to_right:
+    alone = all(len(open_) <= 1 for open_ in open_by_row)  # at block size 1 there is nothing to choose
+    if alone or (config.rule is Rule.fixed and config.order is Order.left_to_right):
         return [_in_order(config, open_) for open_ in open_by_row]
     words_BS = plan_words(Draw.REVEAL, key_B, position_BS, 0)
     if config.rule is Rule.ancestral:
@@ -81,7 +82,8 @@ def plan_block(
 
 
 def _in_order(config: SamplerConfig, ordered: list[int]) -> RowPlan:
-    sizes = [1] * len(ordered) if config.rule is Rule.first_hitting else quotas(len(ordered), config)
+    one_by_one = config.rule is not Rule.fixed
+    sizes = [1] * len(ordered) if one_by_one else quotas(len(ordered), config)
     reveals, start = [], 0
     for size in sizes:
         reveals.append(sorted(ordered[start : start + size]))

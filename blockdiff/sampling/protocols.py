@@ -5,7 +5,7 @@ Legend: B batch, S block size, T clean tokens, M chosen positions, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ class DenoiserLike(Protocol):
     def vocab_size(self) -> int: ...
 
     def new_cache(self, batch: int, capacity: int) -> KVCache: ...
+
+    def compiled(self) -> Self: ...
 
     def denoise(self, xt_BS: Tensor, cache: KVCache, chosen_BM: Tensor | None = None) -> Tensor: ...
 

@@ -30,3 +30,11 @@ def build_loggers(config: LoggerConfig, directory: Path, start_step: int) -> lis
         case LoggerName.tensorboard:
             # Events behind the resumed step are of steps that are taken again.
             return [TensorBoardLogger(directory, "tensorboard", version="", purge_step=start_step + 1)]
+
+
+def log_plots(loggers: list[Logger], plots: list[Path]) -> None:
+    """Shows images in W&B, each under its file's name; other loggers take none."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            for path in plots:
+                logger.log_image(key=path.stem, images=[str(path)])

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from blockdiff.data.documents import Document, Split
-from blockdiff.data.prepare import DataConfig, prepare
-from blockdiff.data.sources import Source, open_corpus
+from blockdiff.data.config import DataConfig
+from blockdiff.data.prepare import prepare
+from blockdiff.data.config import Source
+from blockdiff.data.sources import open_corpus
 from blockdiff.data.tokenizer import TokenizerKind
 
 

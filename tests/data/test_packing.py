@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockdiff.data.packing import PackedDataset, check_block_size
+from blockdiff.core.blocks import check_block_size
+from blockdiff.data.packing import PackedDataset
 
 EOS = 999
 

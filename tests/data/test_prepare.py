@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 from blockdiff.data import directory as directory_module
 from blockdiff.data import prepare as prepare_module
 from blockdiff.data.documents import Document
-from blockdiff.data.prepare import DataConfig, open_prepared, prepare
-from blockdiff.data.sources import Source
+from blockdiff.data.config import DataConfig
+from blockdiff.data.prepare import open_prepared, prepare
+from blockdiff.data.config import Source
 from blockdiff.data.statistics import describe
 from blockdiff.data.tokenizer import EOS, TokenizerKind, train_bpe
 
@@ -243,8 +244,9 @@ def test_foreign_tokenizer_and_format(config):
 SCRIPT = """
 import sys, time
 from blockdiff.data import prepare as module
-from blockdiff.data.prepare import DataConfig, prepare
-from blockdiff.data.sources import Source
+from blockdiff.data.config import DataConfig
+from blockdiff.data.prepare import prepare
+from blockdiff.data.config import Source
 from blockdiff.data.documents import Document
 if len(sys.argv) > 3:
     save = module.Tokenizer.save
@@ -326,8 +328,8 @@ def test_memory_stays_small_for_a_large_file(tmp_path):
             file.write(f"line {i} of a long text without end, " * 3000 + "\n")
     code = (
         "import resource, sys\n"
-        "from blockdiff.data.prepare import DataConfig, prepare\n"
-        "from blockdiff.data.sources import Source\n"
+        "from blockdiff.data.config import DataConfig, Source\n"
+        "from blockdiff.data.prepare import prepare\n"
         "from blockdiff.data.tokenizer import TokenizerKind\n"
         "def run(path):\n"
         "    kind = TokenizerKind.bytes\n"

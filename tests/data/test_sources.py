@@ -13,8 +13,9 @@ import pytest
 import zstandard
 
 from blockdiff.data.documents import Document, Split
-from blockdiff.data.prepare import DataConfig
-from blockdiff.data.sources import Source, open_corpus
+from blockdiff.data.config import DataConfig
+from blockdiff.data.config import Source
+from blockdiff.data.sources import open_corpus
 
 STORIES = [f"Story {i}: the {'very ' * (i % 5)}grey cat,\nnumber {i * i}." for i in range(60)]
 

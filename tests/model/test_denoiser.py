@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from blockdiff.core.masks import CleanAttention, dual_stream_mask
 from blockdiff.core.objective import token_nll
-from blockdiff.model import attention
+from blockdiff.model import plan as plan_module
 from blockdiff.model.attention import Backend
 from blockdiff.model.denoiser import Denoiser, ModelConfig
 from blockdiff.model.layers import rotary_angles, rotate
@@ -88,7 +88,7 @@ def cached_oracle(model, xt, x0, block_size):
 
 @pytest.fixture(params=[8, 128], ids=["many-groups", "one-group"])
 def group_tokens(request, monkeypatch):
-    monkeypatch.setattr(attention, "GROUP_TOKENS", request.param)
+    monkeypatch.setattr(plan_module, "GROUP_TOKENS", request.param)
 
 
 @pytest.mark.usefixtures("group_tokens")

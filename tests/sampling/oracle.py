@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ class OracleDenoiser:
     @property
     def mask_id(self) -> int:
         return self.vocab_size
+
+    def compiled(self) -> Self:
+        return self
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.empty(layers=1, batch=batch, kv_heads=1, head_dim=1, capacity=capacity, dtype=torch.float64)

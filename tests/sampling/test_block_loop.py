@@ -1,6 +1,7 @@
 """The block loop against hand-computed texts and NFE, and batches against rows alone."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -275,3 +276,15 @@ def test_stream_of_several_byte_characters() -> None:
     assert "".join(e.text for e in events) == bytes(text).decode(errors="replace")
     assert all("\ufffd" not in e.text for e in events[:-1])
     assert events[0].text == "a"
+
+
+def test_compiled_parts_give_the_same_text(denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The graphs are captured and run as they are: making machine code of them takes a minute and is not ours to test.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    config = SamplerConfig(max_new_tokens=6, batch_size=3, logprobs=True)
+    plain = generate(denoiser, PROMPTS[:3], config, block_size=4, seq_len=16)
+    compiled = generate(denoiser, PROMPTS[:3], replace(config, compile=True), block_size=4, seq_len=16)
+    for a, b in zip(plain, compiled, strict=True):
+        assert (a.token_ids, a.nfe) == (b.token_ids, b.nfe)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-8)
+    assert "_orig_mod" not in "".join(denoiser.state_dict())

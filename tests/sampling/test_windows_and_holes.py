@@ -1,7 +1,7 @@
 """Infilling, windows, streams that are closed, cached against uncached, and what is refused."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -108,6 +108,9 @@ class Uncached:
     def __init__(self, model: Denoiser, block_size: int) -> None:
         self.model, self.block_size = model, block_size
         self.mask_id, self.vocab_size = model.mask_id, model.vocab_size
+
+    def compiled(self) -> Self:
+        return self
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.empty(layers=1, batch=batch, kv_heads=1, head_dim=1, capacity=capacity, dtype=torch.float64)

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from blockdiff.build import run_training
 from blockdiff.core.corruption import NoiseConfig
-from blockdiff.data.prepare import DataConfig
-from blockdiff.data.sources import Source
+from blockdiff.data.config import DataConfig, Source
 from blockdiff.data.tokenizer import TokenizerKind
 from blockdiff.model.denoiser import ModelConfig
 from blockdiff.training.border import Preview

@@ -1,0 +1,7 @@
+"""`python -m blockdiff VERB …` is `blockdiff VERB …`."""
+
+import sys
+
+from blockdiff.cli import main
+
+sys.exit(main())
