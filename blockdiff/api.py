@@ -24,7 +24,7 @@ from blockdiff.sampling.batch import BlockEvent
 from blockdiff.sampling.config import SamplerConfig
 from blockdiff.sampling.report import Generation
 from blockdiff.sampling.sampler import run, stream
-from blockdiff.training.checkpoints import newest_valid, read_weights
+from blockdiff.training.checkpoints import newest_valid, read_weights, step_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -174,7 +174,7 @@ def load(
     place = Path(path)
     if not place.exists():
         raise ValueError(f"checkpoint={place} does not exist: name a run directory or a .ckpt file")
-    directory = place if place.is_dir() else place.parent
+    directory = place if _is_run(place) else place.parent
     config = from_plain(TrainConfig, read_yaml(directory / "config.yaml"))
     tokenizer = Tokenizer.load(directory / "tokenizer.json")
     state, step, checkpoint = _weights(place, weights)
@@ -194,11 +194,16 @@ def load(
 
 def _weights(place: Path, kind: Literal["ema", "raw"]) -> tuple[dict[str, Tensor], int, Path]:
     """Weights, steps behind them and the file they are from."""
-    exported = place / WEIGHTS_NAME if place.is_dir() else place
+    exported = place / WEIGHTS_NAME if _is_run(place) else place
     if exported.suffix == ".safetensors" and exported.exists():
         return *read_exported(exported), exported
-    checkpoint = _newest(place) if place.is_dir() else place
+    checkpoint = _newest(place) if _is_run(place) else place
     return *read_weights(checkpoint, kind), checkpoint
+
+
+def _is_run(place: Path) -> bool:
+    """Whether it is a run directory: checkpoints of split weights are directories too."""
+    return place.is_dir() and step_of(place) is None
 
 
 def _newest(directory: Path) -> Path:

@@ -13,6 +13,7 @@ from leftovers import as_if_killed_after, assert_same, curves, small_disk
 from miniature import RunConfig, run
 from team import launch
 
+import blockdiff
 from blockdiff.training.checkpoints import CheckpointError, checkpoint_path, newest_valid, read_weights, verify
 from blockdiff.training.shards import read_part, read_rest
 
@@ -112,6 +113,14 @@ def test_split_weights_take_the_same_steps(runs: Path) -> None:
         for name, weight in single.items():
             torch.testing.assert_close(split[name], weight, rtol=1e-3, atol=1e-5)
     assert len((runs / "split" / "samples.txt").read_text(encoding="utf-8").split("===")) == 9
+
+
+def test_a_split_run_is_loaded_like_any_other(runs: Path) -> None:
+    for run_or_checkpoint in (runs / "split", checkpoint_path(runs / "split", 20)):
+        model = blockdiff.load(run_or_checkpoint)
+        assert model.step == 20
+        assert model.path == checkpoint_path(runs / "split", 20)
+        assert model.nelbo("line 3: the square of 3 is 9").nelbo < 6
 
 
 def test_split_weights_resume_bit_for_bit(runs: Path) -> None:
