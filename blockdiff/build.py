@@ -28,7 +28,7 @@ from blockdiff.training.config import OptimizerName, Strategy
 from blockdiff.training.display import Display
 from blockdiff.training.durable import refused, write_text_durably
 from blockdiff.training.errors import ProcessLostError
-from blockdiff.training.lock import RunLock
+from blockdiff.training.lock import RunLock, one_at_a_time
 from blockdiff.training.loggers import build_loggers
 from blockdiff.training.metrics import MetricsTable
 from blockdiff.training.module import DiffusionModule
@@ -98,7 +98,7 @@ def run_training(
     with RunLock(directory) if first else nullcontext():
         start = choose_checkpoint(directory, config.resume)
         changes = _check_same_run(config, start)
-        prepared = prepare(config.data)
+        prepared = _prepare_once(config)
         if start.path:
             check_same_data(start.path, prepared.directory.name)
         preview = make_preview(prepared.tokenizer) if make_preview else None
@@ -123,8 +123,14 @@ def check(config: TrainConfig) -> None:
 
 def default_name(config: TrainConfig) -> str:
     """`<data>-b<block_size>`; prepares the corpus to know what it is called."""
-    data, _, _ = prepare(config.data).directory.name.rpartition("-")
+    data, _, _ = _prepare_once(config).directory.name.rpartition("-")
     return f"{data}-b{config.block_size}"
+
+
+def _prepare_once(config: TrainConfig) -> PreparedData:
+    """The first process to come tokenises the corpus, which may take hours, and the others find it done."""
+    with one_at_a_time(Path(config.data.root).expanduser()):
+        return prepare(config.data)
 
 
 def build_denoiser(config: TrainConfig, vocab_size: int) -> Denoiser:

@@ -13,6 +13,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -114,3 +116,14 @@ class RunLock:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+@contextmanager
+def one_at_a_time(directory: Path) -> Iterator[None]:
+    """Lets the processes that meet at a directory through one by one; all at once where it cannot be locked."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(directory / ".turn", "a", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

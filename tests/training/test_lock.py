@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdiff.training.lock import NAME, RunLock, RunLockedError
+from blockdiff.training.lock import NAME, RunLock, RunLockedError, one_at_a_time
 
 HOLD = """
 import sys, time
@@ -83,3 +83,47 @@ def test_the_holder_beats(tmp_path: Path) -> None:
         while (tmp_path / NAME).stat().st_mtime_ns == before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (tmp_path / NAME).stat().st_mtime_ns > before
+
+
+def test_processes_go_through_one_by_one(tmp_path: Path) -> None:
+    inside, most = [], []
+
+    def go() -> None:
+        with one_at_a_time(tmp_path / "new"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    threads = [threading.Thread(target=go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+def test_a_directory_that_cannot_be_locked_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with one_at_a_time(tmp_path / "file" / "below"):
+        pass
+
+
+def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Of a data loader: it may outlive its killed parent by seconds."""
+    lock = RunLock(tmp_path)
+    lock.__enter__()
+    heard, said = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(said, b"here")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert os.read(heard, 4) == b"here"
+        lock.__exit__()
+        with RunLock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
