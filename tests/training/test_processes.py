@@ -21,6 +21,7 @@ Make = Callable[..., RunConfig]
 RUN = {
     "data__micro_batch_size": 1,
     "optimizer__ema_decay": 0.9,
+    "optimizer__grad_clip": 0.1,
     "trainer__max_steps": 20,
     "trainer__val_every": 5,
     "trainer__log_every": 1,
@@ -47,6 +48,18 @@ def went_on(directory: Path) -> bool:
 def whole(path: Path) -> dict[str, Any]:
     """Everything in a sharded checkpoint."""
     return {part: read_part(path, part) for part in ("state_dict", "ema", "optimizer")} | read_rest(path)
+
+
+def moments(directory: Path, name: str) -> float:
+    """The norm of all of AdamW's moments of this name after 20 steps."""
+    path = checkpoint_path(directory, 20)
+    if path.is_dir():
+        tensors = [value for key, value in read_part(path, "optimizer").items() if key.endswith(f".{name}")]
+    else:
+        (optimizer,) = torch.load(path, weights_only=True)["optimizer_states"]
+        tensors = [state[name] for state in optimizer["state"].values()]
+    assert len(tensors) > 10
+    return float(torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt())
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +125,9 @@ def test_split_weights_take_the_same_steps(runs: Path) -> None:
         assert split.keys() == single.keys()
         for name, weight in single.items():
             torch.testing.assert_close(split[name], weight, rtol=1e-3, atol=1e-5)
+    # AdamW hides from the weights by what its gradients were scaled; its moments show it.
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert moments(runs / "split", moment) == pytest.approx(moments(runs / "one32", moment), rel=1e-4)
     assert len((runs / "split" / "samples.txt").read_text(encoding="utf-8").split("===")) == 9
 
 
