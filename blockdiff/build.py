@@ -33,6 +33,7 @@ from blockdiff.training.loggers import build_loggers
 from blockdiff.training.metrics import MetricsTable
 from blockdiff.training.module import DiffusionModule
 from blockdiff.training.optimizer import same_history
+from blockdiff.training.orphan import announce_launcher, end_with_launcher
 from blockdiff.training.report import Summary, summarise, summary_table, write_plot
 from blockdiff.training.run_directory import (
     CONFIG_NAME,
@@ -41,7 +42,7 @@ from blockdiff.training.run_directory import (
     choose_checkpoint,
 )
 from blockdiff.training.saving import DurableCheckpointIO, Saver, describe_last_good
-from blockdiff.training.trainer import build_trainer, is_first_process, resolve_precision
+from blockdiff.training.trainer import build_trainer, is_first_process, resolve_precision, was_launched_by_another
 
 if TYPE_CHECKING:
     from blockdiff.config import TrainConfig
@@ -95,6 +96,10 @@ def run_training(
     check(config)
     directory = Path(config.run_root) / (config.name or default_name(config))
     first = is_first_process()
+    if was_launched_by_another():
+        end_with_launcher()
+    else:
+        announce_launcher()
     with RunLock(directory) if first else nullcontext():
         start = choose_checkpoint(directory, config.resume)
         changes = _check_same_run(config, start)

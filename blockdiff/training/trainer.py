@@ -88,6 +88,11 @@ def is_first_process() -> bool:
     return on_first_node and rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 
+def was_launched_by_another() -> bool:
+    """Whether another process of the run started this one, and not torchrun or SLURM."""
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not TorchElasticEnvironment.detect()
+
+
 def _environment() -> list[SLURMEnvironment]:
     """Keeps Lightning from answering SLURM's signals with checkpoints and requeues of its own."""
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():

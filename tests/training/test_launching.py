@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -122,6 +123,27 @@ def test_a_companion_that_hangs_is_waited_for_until_the_timeout(place: Path) -> 
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 1, output
     assert "did not answer within trainer.timeout_seconds=12" in output
+
+
+def test_a_companion_does_not_outlive_a_launcher_that_it_has_not_met() -> None:
+    script = (
+        "import subprocess, sys, time\n"
+        "child = 'from blockdiff.training.orphan import end_with_launcher as end; end(0.1); print(1, flush=True)\\n'\n"
+        "child += 'import time; time.sleep(60)'\n"
+        "process = subprocess.Popen([sys.executable, '-c', child], stdout=subprocess.PIPE)\n"
+        "process.stdout.readline()\n"
+        "print(process.pid, flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    with suppress(psutil.NoSuchProcess):
+        orphan = psutil.Process(int(done.stdout))
+        deadline = time.monotonic() + 20
+        while orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert orphan.status() == psutil.STATUS_ZOMBIE  # where nobody reaps it; elsewhere it is gone
 
 
 @pytest.mark.parametrize(
