@@ -125,25 +125,32 @@ def test_a_companion_that_hangs_is_waited_for_until_the_timeout(place: Path) -> 
     assert "did not answer within trainer.timeout_seconds=12" in output
 
 
+COMPANION = """
+import time
+from blockdiff.training.orphan import end_with_launcher
+end_with_launcher(0.1)
+print("watching", flush=True)
+time.sleep(60)
+"""
+LAUNCHER = """
+import subprocess, sys
+from blockdiff.training.orphan import announce_launcher
+announce_launcher()
+companion = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+assert companion.stdout.readline() == b"watching\\n"
+print(companion.pid, flush=True)
+"""
+
+
 def test_a_companion_does_not_outlive_a_launcher_that_it_has_not_met() -> None:
-    script = (
-        "import subprocess, sys, time\n"
-        "child = 'from blockdiff.training.orphan import end_with_launcher as end; end(0.1); print(1, flush=True)\\n'\n"
-        "child += 'import time; time.sleep(60)'\n"
-        "process = subprocess.Popen([sys.executable, '-c', child], stdout=subprocess.PIPE)\n"
-        "process.stdout.readline()\n"
-        "print(process.pid, flush=True)\n"
-    )
+    command = [sys.executable, "-c", LAUNCHER, COMPANION]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    pid = int(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
     with suppress(psutil.NoSuchProcess):
-        orphan = psutil.Process(int(done.stdout))
-        deadline = time.monotonic() + 20
-        while orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert orphan.status() == psutil.STATUS_ZOMBIE  # where nobody reaps it; elsewhere it is gone
+        orphan, deadline = psutil.Process(pid), time.monotonic() + 20
+        while orphan.status() != psutil.STATUS_ZOMBIE:  # for good, where nobody reaps orphans
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
