@@ -7,8 +7,7 @@
 Useful work is that of the matrix products of both streams, forward and backward, of the head on masked positions and of
 attention on permitted pairs (`blockdiff.evaluation.compute`). Its share is of the machine's own rate of matrix products
 at the layers' shapes, measured in the same run. The autoregressive row is the same network on one causal stream, with
-the head on every position. Each row runs in a process of its own, so that its peak memory is its own. Times are
-medians.
+the head on every position. Each row runs in a process of its own, so that its memory is its own; times are medians.
 """
 
 from __future__ import annotations

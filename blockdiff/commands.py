@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from blockdiff.api import LanguageModel, load
 from blockdiff.build import run_training
@@ -136,7 +136,7 @@ def weights_name(name: str) -> Literal["ema", "raw"]:
 
 def _print_results(results: dict[str, Any]) -> None:
     kind = "negative log-likelihood (exact)" if results["exact"] else "negative ELBO (a bound)"
-    table = Table("", "", show_header=False)
+    table = Table("", Column(overflow="fold"), show_header=False)
     table.add_row("checkpoint", f"{results['checkpoint']} (step {results['step']:,}, {results['weights']} weights)")
     table.add_row("text", f"{results['text']}, {results['tokens']:,} tokens")
     table.add_row("block size, noise draws", f"{results['block_size']}, {results['views']}")
