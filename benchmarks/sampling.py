@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from blockdiff.model.cache import KVCache
@@ -168,8 +168,15 @@ def step_times(denoiser: Denoiser, block_size: int, prefix: int, repeats: int) -
     return [median(values) for values in times]
 
 
-def table(denoiser: Denoiser, arguments: argparse.Namespace) -> Table:
-    """All cells. The last columns compare ms/NFE, and the work behind it, with the shortest prefix of the same rule."""
+HEADINGS = ("batch", "prefix", "rule", "tokens/s", "NFE/token", "ms/NFE", "cache MiB", "× time", "× work")
+WIDTHS = (5, 7, 22, 10, 9, 9, 9, 6, 6)
+
+
+def rows_of(denoiser: Denoiser, arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """All cells, each as soon as it is measured: the whole takes many minutes, and a killed run keeps what it has.
+
+    The last columns compare ms/NFE, and the work behind it, with the shortest prefix of the same rule.
+    """
     size = arguments.block_size
     runs: list[tuple[str, DenoiserLike, SamplerConfig, int]] = [
         (name, denoiser, RULES[name], size) for name in arguments.rules
@@ -177,7 +184,6 @@ def table(denoiser: Denoiser, arguments: argparse.Namespace) -> Table:
     runs.append(("block size 1", denoiser, RULES["first_hitting"], 1))
     if not arguments.no_uncached:
         runs.append((f"uncached {UNCACHED_RULE}", Uncached(denoiser), RULES[UNCACHED_RULE], size))
-    result = Table("batch", "prefix", "rule", "tokens/s", "NFE/token", "ms/NFE", "cache MiB", "× time", "× work")
     for rows in arguments.batches:
         for name, network, config, block_size in runs:
             first: tuple[float, float] | None = None
@@ -188,7 +194,7 @@ def table(denoiser: Denoiser, arguments: argparse.Namespace) -> Table:
                 cost = measure(network, config, new_tokens=new_tokens, **where)
                 ms, units = cost.seconds / cost.calls * 1e3, work(denoiser, block_size, prefix)
                 first = first or (ms, units)
-                result.add_row(
+                yield (
                     str(rows),
                     f"{prefix:,}",
                     name,
@@ -199,7 +205,14 @@ def table(denoiser: Denoiser, arguments: argparse.Namespace) -> Table:
                     f"{ms / first[0]:.2f}",
                     "" if isinstance(network, Uncached) else f"{units / first[1]:.2f}",
                 )
-    return result
+
+
+def line(cells: tuple[str, ...]) -> str:
+    """Cells of one row, in columns; names to the left, figures to the right."""
+    return "  ".join(
+        cell.ljust(width) if place == 2 else cell.rjust(width)
+        for place, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -263,7 +276,9 @@ def main() -> None:
             f"1,008 tokens, one a step, block size {block_size}: {cost.tokens / cost.seconds:.1f} tokens/s, "
             f"{cost.seconds / cost.calls * 1e3:.2f} ms a call"
         )
-    console.print(table(denoiser, arguments))
+    console.print(line(HEADINGS), style="bold")
+    for cells in rows_of(denoiser, arguments):
+        console.print(line(cells), highlight=False)
 
 
 if __name__ == "__main__":
