@@ -22,7 +22,7 @@ def verbs_with(path: Path) -> list[str]:
 def test_every_group_file_composes(path: Path):
     for verb in verbs_with(path):
         needed = ["checkpoint=x"] if verb == "sample" else []
-        load_config(verb, [f"{path.parent.name}={path.stem}", *needed])
+        assert isinstance(load_config(verb, [f"{path.parent.name}={path.stem}", *needed]), VERBS[verb])
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -52,7 +52,8 @@ def test_a_run_config_survives_its_yaml():
 
 @pytest.mark.parametrize("files", ["book.txt", "[a.txt,b.txt]", "'*.txt'"])
 def test_files_may_be_one_or_a_list(files):
-    load_config("train", ["data=text", f"data.files={files}"])
+    given = load_config("train", ["data=text", f"data.files={files}"]).data.files
+    assert given == (["a.txt", "b.txt"] if files.startswith("[") else files.strip("'"))
 
 
 @pytest.mark.parametrize(
