@@ -74,7 +74,8 @@ def check_request(request: Request, config: SamplerConfig, *, vocab_size: int, s
 def _check_length(request: Request, config: SamplerConfig, seq_len: int, index: int) -> None:
     given, end = len(request.tokens), end_of(request, config, seq_len)
     if max(given, end) > seq_len:
-        what = f"prompt of {given} tokens + max_new_tokens={max(end - given, 0)} exceeds seq_len={seq_len}"
+        new = f" + max_new_tokens={end - given}" if end > given else ""
+        what = f"prompt of {given} tokens{new} exceeds seq_len={seq_len}"
         raise ValueError(
             f"prompt {index}: {what}; shorten one of them, or set window=sliding to forget the oldest blocks"
         )

@@ -105,8 +105,10 @@ def test_processes_go_through_one_by_one(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_locked_holds_nobody_up(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
+    entered = False
     with one_at_a_time(tmp_path / "file" / "below"):
-        pass
+        entered = True
+    assert entered
 
 
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
