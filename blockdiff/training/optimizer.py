@@ -25,7 +25,8 @@ def lr_ratio(step: int, config: OptimizerConfig, max_steps: int) -> float:
             progress = min((step - config.warmup_steps) / length, 1.0)
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
         case LearningRate.wsd:
-            length = config.decay_steps or max(max_steps // 5, 1)
+            # A run shorter than its decay falls from the peak all the same: as soon as it is warm.
+            length = min(config.decay_steps or max(max_steps // 5, 1), max(max_steps - config.warmup_steps, 1))
             progress = min(max(step - (max_steps - length), 0) / length, 1.0)
             return 1 - (1 - floor) * progress
 

@@ -42,6 +42,11 @@ def test_wsd_stays_and_falls_at_the_end() -> None:
     assert lr_ratio(9, replace(config, decay_steps=None), 10) == 0.5
 
 
+def test_wsd_falls_from_the_peak_where_the_run_is_shorter_than_the_decay() -> None:
+    config = OptimizerConfig(warmup_steps=2, schedule=LearningRate.wsd, min_lr_ratio=0.0, decay_steps=100)
+    assert [lr_ratio(step, config, 6) for step in range(7)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
+
+
 def test_a_run_may_be_prolonged_where_no_learning_rate_changes() -> None:
     cosine = OptimizerConfig(warmup_steps=2)
     wsd = replace(cosine, schedule=LearningRate.wsd, decay_steps=5)
