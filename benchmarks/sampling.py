@@ -1,6 +1,7 @@
 """What sampling costs: one table over batch × prefix × rule, beside block size 1 and an uncached run.
 
     python benchmarks/sampling.py --quick
+    python benchmarks/sampling.py --pair
     python benchmarks/sampling.py --checkpoint checkpoints/demo --rules confidence entropy_bound
 
 All figures come from one process, so that rows compare; the first block, which holds the prefill, is not timed. A model
@@ -53,6 +54,9 @@ class Uncached:
         self.mask_id, self.vocab_size = denoiser.mask_id, denoiser.vocab_size
 
     def compiled(self) -> Self:
+        return self
+
+    def packed(self) -> Self:
         return self
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -168,6 +172,58 @@ def step_times(denoiser: Denoiser, block_size: int, prefix: int, repeats: int) -
     return [median(values) for values in times]
 
 
+PAIR_TOKENS = 1008
+LEG_BLOCKS = 3
+
+
+def pair(denoiser: Denoiser, block_size: int, rounds: int, console: Console) -> None:
+    """1,008 tokens at one token a step without prompt, and how their time compares with block size 1.
+
+    The runs take turns, three blocks at a time, so that each leg is compared with one behind the same prefix that ran
+    right beside it; the order turns too.
+    """
+    one_by_one = RULES["first_hitting"]
+    cases = {
+        f"block size {block_size}": (one_by_one, block_size),
+        f"block size {block_size}, weights as they are": (replace(one_by_one, pack=False), block_size),
+        "block size 1": (one_by_one, 1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + 1):
+        tokens = PAIR_TOKENS if turn else LEG_BLOCKS * block_size  # a first leg that does not count warms up
+        runs: dict[str, Batch] = {}
+        for leg in range(0, tokens, LEG_BLOCKS * block_size):
+            for name in sorted(cases, reverse=leg // (LEG_BLOCKS * block_size) % 2 == 1):
+                began = time.perf_counter()
+                if not leg:
+                    runs[name] = alone(denoiser, cases[name][0], cases[name][1], tokens)
+                for _ in range(LEG_BLOCKS * block_size // cases[name][1]):
+                    runs[name].advance()
+                if turn:
+                    seconds[name].append(time.perf_counter() - began)
+    other = seconds["block size 1"]
+    for name, legs in seconds.items():
+        ratio = median([theirs / own for own, theirs in zip(legs, other, strict=True)])
+        speed = rounds * PAIR_TOKENS / sum(legs)
+        console.print(
+            f"{name}: {speed:.1f} tokens/s, {ratio:.3f} of block size 1 (median of {len(legs)} legs)", highlight=False
+        )
+
+
+def alone(denoiser: DenoiserLike, config: SamplerConfig, block_size: int, tokens: int) -> Batch:
+    """A batch of one row that makes so many tokens from nothing."""
+    length = -(-tokens // block_size) * block_size
+    batch = Batch(
+        denoiser,
+        replace(config, max_new_tokens=tokens, batch_size=1),
+        block_size=block_size,
+        seq_len=length,
+        capacity=row_capacity(length, block_size),
+    )
+    batch.submit(Request([]))
+    return batch
+
+
 HEADINGS = ("batch", "prefix", "rule", "tokens/s", "NFE/token", "ms/NFE", "cache MiB", "× time", "× work")
 WIDTHS = (5, 7, 22, 10, 9, 9, 9, 6, 6)
 
@@ -232,6 +288,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--no-uncached", action="store_true", help="leave out the uncached runs, which are slow")
     parser.add_argument("--long", action="store_true", help="also 1,008 tokens at one token a step, without prompt")
+    parser.add_argument("--pair", action="store_true", help="only 1,008 tokens beside block size 1, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="of --pair")
     parser.add_argument("--repeats", type=int, default=60, help="of the single step's timing")
     parser.add_argument("--quick", action="store_true", help="batches 1 4, prefixes 128 512, three rules")
     arguments = parser.parse_args()
@@ -264,6 +322,9 @@ def main() -> None:
         f"torch {torch.__version__}; {shape.layers} layers × {shape.width}, {shape.heads} heads, "
         f"{shape.key_value_heads} kv heads, vocabulary {denoiser.vocab_size:,}"
     )
+    if arguments.pair:
+        pair(denoiser, size, arguments.rounds, console)
+        return
     bare, full, one = step_times(denoiser, size, 1000, arguments.repeats)
     console.print(
         f"one step of {size} tokens: bare {bare:.2f} ms; behind 1,000 cached {full:.2f} ms (× {full / bare:.2f}), "

@@ -10,6 +10,7 @@ conditional distributions of clean data", 2024; Zheng et al., 2024).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from blockdiff.model.attention import (
 from blockdiff.model.cache import KVCache
 from blockdiff.model.extension import Extension
 from blockdiff.model.layers import Layer, RMSNorm, rotary_angles
+from blockdiff.model.packed import PackedLinear, can_pack
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Denoiser(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, D) final hidden states -> (…, V) logits."""
-        return F.linear(hidden, self.head_VD)
+        return F.linear(hidden, self.head_VD) if self.head is None else self.head(hidden)
 
     # Training: both streams in one pass.
 
@@ -219,16 +221,36 @@ class Denoiser(nn.Module):
 
         Attention over a growing cache is left alone: it is one kernel already, and its shapes change with each block.
         """
-        with torch.device("meta"):
-            twin = Denoiser(self.config, self.vocab_size)
-        twin.load_state_dict(self.state_dict(), assign=True)
+        twin = self._twin()
         for layer in twin.layers:
             assert isinstance(layer, Layer)
             for part in (layer.attention_norm, layer.mlp_norm, layer.mlp):
                 part.compile()
             # Projections have a method of their own name, which `Module.compile` does not reach.
             setattr(layer.attention, "project", torch.compile(layer.attention.project))  # noqa: B010
-        return twin.train(self.training)
+        return twin
+
+    def packed(self) -> Denoiser:
+        """The same weights beside a second copy in the layout of the CPU's kernels; this denoiser stays as it is.
+
+        Packing takes as long as a few calls and makes each of them shorter (`blockdiff.model.packed`). Where it has
+        nothing to give (GPUs, other types, other processors, weights split over processes), this denoiser itself.
+        """
+        if not can_pack(self.embedding.weight):
+            return self
+        twin = self._twin()
+        for layer in twin.layers:
+            assert isinstance(layer, Layer)
+            for part in (layer.attention, layer.mlp):
+                for name, linear in list(part.named_children()):
+                    if isinstance(linear, nn.Linear):
+                        setattr(part, name, PackedLinear(linear.weight, linear.bias))
+        twin.head = PackedLinear(twin.head_VD)
+        return twin
+
+    def _twin(self) -> Denoiser:
+        """Another denoiser of the same weights: they are shared, not copied."""
+        return copy.deepcopy(self, {id(weight): weight for weight in self.parameters()})
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of the weights' device and type for `batch` rows of `capacity` positions."""

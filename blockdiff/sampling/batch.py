@@ -31,6 +31,9 @@ from blockdiff.sampling.text import TextStream
 PREFILL_TOKENS = 512
 """Clean tokens a row that one prefill call takes; longer prompts take several, so that masks stay small."""
 
+PACKED_TOKENS = 8
+"""Noisy tokens a call from which packed weights pay: a call on fewer waits for memory, whatever the layout."""
+
 
 @dataclass
 class BlockEvent:
@@ -111,11 +114,11 @@ class Batch:
         config.check(block_size, seq_len, denoiser.vocab_size)
         if config.stop and tokenizer is None:
             raise ValueError(f"stop={config.stop} needs a tokenizer: stop strings are looked for in the text")
-        self.denoiser = denoiser.compiled() if config.compile else denoiser
         self.config, self.tokenizer = config, tokenizer
         self.block_size, self.seq_len = block_size, seq_len
         self.eos_id = tokenizer.eos_id if eos_id is None and tokenizer is not None else eos_id
         self.places = places or config.batch_size
+        self.denoiser = _laid_out(denoiser, config, self.places * block_size)
         self.cache = denoiser.new_cache(self.places, capacity or row_capacity(seq_len, block_size))
         self.rows: list[Row] = []
         self.calls = 0
@@ -365,6 +368,13 @@ class Batch:
         for row, count, length in zip(rows, calls, lengths, strict=True):
             row.calls += count
             row.committed += length
+
+
+def _laid_out(denoiser: DenoiserLike, config: SamplerConfig, tokens: int) -> DenoiserLike:
+    """The denoiser in the form that serves a run of calls on so many noisy tokens best."""
+    if config.compile:
+        return denoiser.compiled()
+    return denoiser.packed() if config.pack and tokens >= PACKED_TOKENS else denoiser
 
 
 def row_capacity(positions: int, block_size: int) -> int:

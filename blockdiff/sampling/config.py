@@ -85,6 +85,8 @@ class SamplerConfig:
             are read again as positions 0, 1, …, and generation goes on behind them. None: half of seq_len.
         logprobs: report each token's log-probability, and step, when it was fixed.
         compile: run the denoiser's cached pass through torch.compile.
+        pack: keep a second copy of the weights, in the layout of the CPU's kernels, while sampling in single precision
+            on an x86 CPU: faster, but twice the memory for weights. Elsewhere, and with `compile`, it does nothing.
     """
 
     rule: Rule = Rule.confidence
@@ -111,6 +113,7 @@ class SamplerConfig:
     window_keep: int | None = None
     logprobs: bool = False
     compile: bool = False
+    pack: bool = True
 
     def check(self, block_size: int, seq_len: int, vocab_size: int) -> None:
         """Raises a ValueError that names key, value, rule and remedy."""

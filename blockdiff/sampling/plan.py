@@ -7,7 +7,6 @@ its answer would be the same).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from blockdiff.core.randomness import uniform
 from blockdiff.sampling.config import Order, Rule, SamplerConfig
 from blockdiff.sampling.noise import Draw, plan_words
+from blockdiff.sampling.remask import owed_on_host
 
 
 @dataclass
@@ -124,10 +124,8 @@ def _simulate(config: SamplerConfig, open_: list[int], key_1: Tensor, position_1
         taken = sorted(ordered[:size])
         masked = [position for position in masked if position not in taken]
         accepted += len(taken)
-        again: list[int] = []
-        if masked:
-            owed = math.floor(config.remask * accepted) - remasked
-            again = sorted(_shuffled(fixed, Draw.REMASK, key_1, position_1S, step)[:owed])
+        owed = owed_on_host(len(masked), len(fixed), accepted, remasked, config.remask)
+        again = sorted(_shuffled(fixed, Draw.REMASK, key_1, position_1S, step)[:owed])
         remasked += len(again)
         fixed = [position for position in fixed if position not in again] + taken
         masked = sorted(masked + again)

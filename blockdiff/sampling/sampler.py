@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Required, TypedDict, Unpack
 
 from blockdiff.sampling.batch import Batch, BlockEvent, StepEvent, row_capacity
 from blockdiff.sampling.config import SamplerConfig, Window
@@ -26,19 +27,34 @@ class Run:
     report: Report
 
 
+class RunOptions(TypedDict, total=False):
+    """What `run`, `generate` and `stream` are told beside prompts and config.
+
+    Keys:
+        block_size: S.
+        seq_len: positions of the window, a multiple of S.
+        tokenizer: for texts and stop strings; without it the results hold token ids only.
+        eos_id: ends a row; None: the tokenizer's.
+        logit_rule: the caller's own rule on logits.
+        on_step: called after each step.
+    """
+
+    block_size: Required[int]
+    seq_len: Required[int]
+    tokenizer: TokenizerLike | None
+    eos_id: int | None
+    logit_rule: LogitRule | None
+    on_step: Callable[[StepEvent], object] | None
+
+
 def run(
     denoiser: DenoiserLike,
     prompts: Sequence[Prompt],
     config: SamplerConfig,
     *,
-    block_size: int,
-    seq_len: int,
-    tokenizer: TokenizerLike | None = None,
-    eos_id: int | None = None,
-    logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], object] | None = None,
     progress: Callable[[BlockEvent], None] | None = None,
     text_by_block: bool = False,
+    **options: Unpack[RunOptions],
 ) -> Run:
     """Makes a text of each prompt.
 
@@ -49,31 +65,15 @@ def run(
         denoiser: the network.
         prompts: texts, token ids or requests; texts need a tokenizer.
         config: how to sample.
-        block_size: S.
-        seq_len: positions of the window, a multiple of S.
-        tokenizer: for texts and stop strings; without it the results hold token ids only.
-        eos_id: ends a row; None: the tokenizer's.
-        logit_rule: the caller's own rule on logits.
-        on_step: called after each step.
         progress: called after each block of each row.
         text_by_block: decode after each block, so that `progress` sees the text grow; else at the end.
+        options: see `RunOptions`.
 
     Raises:
         ValueError: before any work, if the config or a prompt breaks a rule.
     """
     began = time.perf_counter()
-    batch = _batch(
-        denoiser,
-        prompts,
-        config,
-        block_size,
-        seq_len,
-        tokenizer,
-        eos_id,
-        logit_rule,
-        on_step,
-        text_by_block=text_by_block,
-    )
+    batch = _batch(denoiser, prompts, config, text_by_block=text_by_block, **options)
     done: dict[int, Generation] = {}
     while not batch.idle:
         for event in batch.advance():
@@ -87,63 +87,21 @@ def run(
 
 
 def generate(
-    denoiser: DenoiserLike,
-    prompts: Sequence[Prompt],
-    config: SamplerConfig,
-    *,
-    block_size: int,
-    seq_len: int,
-    tokenizer: TokenizerLike | None = None,
-    eos_id: int | None = None,
-    logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], object] | None = None,
-    progress: Callable[[BlockEvent], None] | None = None,
+    denoiser: DenoiserLike, prompts: Sequence[Prompt], config: SamplerConfig, **options: Unpack[RunOptions]
 ) -> list[Generation]:
     """The texts of `run`, without the figures."""
-    return run(
-        denoiser,
-        prompts,
-        config,
-        block_size=block_size,
-        seq_len=seq_len,
-        tokenizer=tokenizer,
-        eos_id=eos_id,
-        logit_rule=logit_rule,
-        on_step=on_step,
-        progress=progress,
-    ).generations
+    return run(denoiser, prompts, config, **options).generations
 
 
 def stream(
-    denoiser: DenoiserLike,
-    prompts: Prompt | Sequence[Prompt],
-    config: SamplerConfig,
-    *,
-    block_size: int,
-    seq_len: int,
-    tokenizer: TokenizerLike | None = None,
-    eos_id: int | None = None,
-    logit_rule: LogitRule | None = None,
-    on_step: Callable[[StepEvent], object] | None = None,
+    denoiser: DenoiserLike, prompts: Prompt | Sequence[Prompt], config: SamplerConfig, **options: Unpack[RunOptions]
 ) -> Iterator[BlockEvent]:
     """One event a finished block of each row; arguments as of `run`, errors raised before the first event.
 
     A single prompt may come without its list. The texts of a row's events, joined, are its text. Closing the iterator
     frees the rows.
     """
-    batch = _batch(
-        denoiser,
-        _several(prompts),
-        config,
-        block_size,
-        seq_len,
-        tokenizer,
-        eos_id,
-        logit_rule,
-        on_step,
-        text_by_block=True,
-    )
-    return _events(batch)
+    return _events(_batch(denoiser, _several(prompts), config, text_by_block=True, **options))
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -180,31 +138,22 @@ def _batch(
     denoiser: DenoiserLike,
     prompts: Sequence[Prompt],
     config: SamplerConfig,
-    block_size: int,
-    seq_len: int,
-    tokenizer: TokenizerLike | None,
-    eos_id: int | None,
-    logit_rule: LogitRule | None,
-    on_step: Callable[[StepEvent], object] | None,
     *,
-    text_by_block: bool = False,
+    text_by_block: bool,
+    **options: Unpack[RunOptions],
 ) -> Batch:
     """A batch with places and room for these prompts and no more, all of them queued."""
-    requests = [as_request(prompt, tokenizer) for prompt in prompts]
+    block_size, seq_len = options["block_size"], options["seq_len"]
+    requests = [as_request(prompt, options.get("tokenizer")) for prompt in prompts]
     longest = max((end_of(request, config, seq_len) for request in requests), default=block_size)
     positions = seq_len if config.window is Window.sliding else min(longest, seq_len)
     batch = Batch(
         denoiser,
         config,
-        block_size=block_size,
-        seq_len=seq_len,
-        tokenizer=tokenizer,
-        eos_id=eos_id,
         places=max(min(config.batch_size, len(requests)), 1),
         capacity=row_capacity(positions, block_size),
         text_by_block=text_by_block,
-        logit_rule=logit_rule,
-        on_step=on_step,
+        **options,
     )
     for request in requests:
         batch.submit(request)

@@ -112,6 +112,9 @@ class Uncached:
     def compiled(self) -> Self:
         return self
 
+    def packed(self) -> Self:
+        return self
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.empty(layers=1, batch=batch, kv_heads=1, head_dim=1, capacity=capacity, dtype=torch.float64)
 
