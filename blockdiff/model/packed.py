@@ -36,4 +36,7 @@ class PackedLinear(nn.Linear):
 def can_pack(weight: Tensor) -> bool:
     """Whether a weight can be packed to any use: a plain single-precision one (not split over processes) on x86."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32 and weight.device.type == "cpu"
-    return plain and platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+    if not plain or platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        return False
+    # Their names begin with an underscore: a release without them samples with the weights as they are.
+    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
