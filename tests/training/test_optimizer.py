@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from blockdiff.model.denoiser import Denoiser, ModelConfig
 from blockdiff.training.config import LearningRate, OptimizerConfig, OptimizerName
-from blockdiff.training.muon import MuonWithAdamW, StackedMuon, orthogonalised
+from blockdiff.training.muon import MuonWithAdamW
 from blockdiff.training.optimizer import build_optimizer, lr_ratio, same_history
 
 
@@ -146,40 +146,3 @@ def test_one_learning_rate_reaches_both_parts_of_muon() -> None:
     LambdaLR(optimizer, lambda _: 0.5)
     groups = [*optimizer.muon.param_groups, *optimizer.adamw.param_groups]
     assert [group["lr"] for group in groups] == [0.25] * 3
-
-
-def test_stacked_muon_is_pytorchs_matrix_by_matrix() -> None:
-    """PyTorch orthogonalises in bfloat16, which leaves about three digits of an update's size."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(8, 24), (24, 8), (8, 24), (8, 8)]
-    mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    theirs = copy.deepcopy(mine)
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
-    stacked = StackedMuon(mine, **options)
-    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
-    for _ in range(3):
-        for one, other in zip(mine, theirs, strict=True):
-            one.grad = torch.randn(one.shape, generator=generator)
-            other.grad = one.grad.clone()
-        stacked.step()
-        reference.step()
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=0.02, rtol=0)
-        assert (one - other).norm() < 0.02 * other.norm()
-
-
-def test_orthogonalised_keeps_singular_vectors_and_evens_singular_values() -> None:
-    x_MRC = torch.randn(3, 6, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for given, found in zip(x_MRC, orthogonalised(x_MRC, 1e-7), strict=True):
-        left, _, right = torch.linalg.svd(given, full_matrices=False)
-        inner = left.T @ found @ right.T
-        torch.testing.assert_close(inner, torch.diag(inner.diagonal()), atol=1e-9, rtol=0)
-        assert inner.diagonal().min() > 0.6
-        assert inner.diagonal().max() < 1.3
-
-
-def test_a_zero_gradient_leaves_muon_finite() -> None:
-    weight = nn.Parameter(torch.ones(3, 4))
-    weight.grad = torch.zeros(3, 4)
-    StackedMuon([weight], lr=0.1, weight_decay=0.0).step()
-    torch.testing.assert_close(weight.detach(), torch.ones(3, 4))
