@@ -63,7 +63,8 @@ def ratio_difference(
         The interval, and the R replicates behind it.
     """
     draw_RW = _draws(len(numerator_W), seed)
-    replicate_R = _ratios(numerator_W, denominator_W, draw_RW) - _ratios(other_numerator_W, other_denominator_W, draw_RW)
+    replicate_R = _ratios(numerator_W, denominator_W, draw_RW)
+    replicate_R -= _ratios(other_numerator_W, other_denominator_W, draw_RW)
     with np.errstate(invalid="ignore", divide="ignore"):
         value = numerator_W.sum() / denominator_W.sum() - other_numerator_W.sum() / other_denominator_W.sum()
     return _interval(value, replicate_R), replicate_R

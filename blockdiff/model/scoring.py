@@ -26,7 +26,10 @@ def score_blocks(
     seed: int = EVALUATION_SEED,
     given_BL: Tensor | None = None,
 ) -> Tensor:
-    """Independent estimates of each block's negative ELBO, in nats: float64 of shape (B, K, N); see `score_positions`."""
+    """Independent estimates of each block's negative ELBO, in nats: float64 of shape (B, K, N).
+
+    Arguments as in `score_positions`.
+    """
     nats_BKL = score_positions(
         denoiser,
         tokens_BL,
