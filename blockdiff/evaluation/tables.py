@@ -87,7 +87,7 @@ def coherence_table(study: Study, kind: str) -> Table:
         study: of the sweep.
         kind: ``prompted`` or ``unprompted``.
     """
-    header = ["model", "sampler", "texts", "empty texts", "ended by themselves", "judge perplexity, per judge token"]
+    header = ["model", "sampler", "texts", "empty texts", "ended by end token", "judge perplexity, per judge token"]
     header += ["judge, bits/byte", "repeated 4-grams", "tokens in loops", "distinct 1- / 2- / 3-grams"]
     header += ["unigram entropy, nats", "4-gram overlap of samples", "copied tokens: mean, longest"]
     header += ["judge's border jump, nats", "the same in real text", "energy distance from real text"]
