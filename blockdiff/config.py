@@ -165,7 +165,8 @@ class MeasureConfig:
         checkpoint: run directory or .ckpt file.
         part: ``likelihood`` (bound, true likelihood, curve by position), ``samples`` (coherence and speed under one
             sampler) or ``reference`` (real and shuffled text in the samples' place, on the checkpoint's corpus).
-        judge: run directory or .ckpt file of block size 1 that judges samples; None leaves its columns empty.
+        judge: run directory or .ckpt file of block size 1 that judges samples, or ``hf:`` and the directory of a
+            Hugging Face causal model on this disk (extra `hf`); None leaves its columns empty.
         block_size: None means the one trained with.
         pack_block_size: that validation windows are packed for, equal for models that are compared; None: block_size.
         allow_untrained_block_size: measure at a block size that was not trained.
@@ -197,7 +198,10 @@ class MeasureConfig:
         self.samples.check()
         self.speed.check()
         if self.part is Part.reference and self.judge is None:
-            raise ValueError("part=reference needs judge=…: a run directory or checkpoint of block size 1")
+            raise ValueError(
+                "part=reference needs judge=…: a run directory or checkpoint of block size 1, or hf: and the directory "
+                "of a Hugging Face model"
+            )
 
 
 VERBS: dict[str, type] = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from blockdiff.api import LanguageModel, load
+from blockdiff.api import LanguageModel, load, resolve_device, resolve_dtype
 from blockdiff.commands import trained_block_size
 from blockdiff.composition import load_config
 from blockdiff.config import MeasureConfig, Part, TrainConfig
@@ -21,8 +21,8 @@ from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import PreparedData, prepare
 from blockdiff.data.sources import Source
 from blockdiff.evaluation.compute import training_flops
-from blockdiff.evaluation.config import BLOCK_SIZES, Budget, SweepConfig
-from blockdiff.evaluation.judge import DenoiserJudge
+from blockdiff.evaluation.config import BLOCK_SIZES, HF_PREFIX, Budget, SweepConfig
+from blockdiff.evaluation.judge import DenoiserJudge, Judge
 from blockdiff.evaluation.measure import (
     Measurement,
     Subject,
@@ -38,7 +38,9 @@ from blockdiff.evaluation.sweep import (
     run_cells,
     run_in_process_of_its_own,
 )
+from blockdiff.evaluation.text_judge import TextJudge
 from blockdiff.evaluation.windows import common_block_size
+from blockdiff.model.pretrained import check_directory, load_pretrained
 from blockdiff.records import from_plain, read_yaml, to_plain
 from blockdiff.training.durable import HashingFile, write_durably, write_text_durably
 from blockdiff.training.loggers import build_loggers, log_plots
@@ -97,8 +99,16 @@ def _subject(model: LanguageModel, prepared: PreparedData, block_size: int, pack
     )
 
 
-def _judge(config: MeasureConfig, subject: Subject) -> DenoiserJudge:
+def _judge(config: MeasureConfig, subject: Subject) -> Judge:
     assert config.judge is not None
+    if config.judge.startswith(HF_PREFIX):
+        device = resolve_device(config.device)
+        path, name = Path(config.judge.removeprefix(HF_PREFIX)), f"judge={config.judge}"
+        return TextJudge(
+            load_pretrained(path, name, device, resolve_dtype(config.dtype, device)), subject.prepared.tokenizer
+        )
+    if (Path(config.judge) / "config.json").is_file():
+        raise ValueError(f"judge={config.judge} is a Hugging Face directory: write judge={HF_PREFIX}{config.judge}")
     judge = load(config.judge, config.device, config.weights, config.dtype)  # type: ignore[arg-type]
     if judge.config.block_size != 1:
         raise ValueError(
@@ -107,7 +117,8 @@ def _judge(config: MeasureConfig, subject: Subject) -> DenoiserJudge:
         )
     if judge.tokenizer.sha256 != subject.prepared.tokenizer.sha256:
         raise ValueError(f"judge={config.judge} has another tokenizer than the samples: train it on the same corpus")
-    return DenoiserJudge(judge.denoiser, judge.config.seq_len)
+    name = f"{config.judge} (step {judge.step:,})"
+    return DenoiserJudge(judge.denoiser, judge.tokenizer, judge.config.seq_len, name)
 
 
 def _model_facts(model: LanguageModel, prepared: PreparedData, block_size: int) -> dict[str, Any]:
@@ -159,6 +170,9 @@ def run_sweep(config: SweepConfig) -> int:
     if config.dry_run:
         _print_commands(cells)
         return 0
+    if config.judge and config.judge.startswith(HF_PREFIX):
+        # Before hours of training, and not after.
+        check_directory(Path(config.judge.removeprefix(HF_PREFIX)), f"judge={config.judge}")
     (config.directory / "cells").mkdir(parents=True, exist_ok=True)
     outcomes = run_cells(cells, run_in_process_of_its_own, console.print)
     written = write_report(config, models, outcomes)

@@ -21,8 +21,8 @@ from lm_eval.api.registry import register_model
 
 from blockdiff.api import load
 from blockdiff.core.blocks import check_block_size
-from blockdiff.evaluation.continuations import score_continuations
-from blockdiff.evaluation.judge import Passage
+from blockdiff.evaluation.likelihood import score_continuations
+from blockdiff.evaluation.passages import Passage, rolling_windows
 from blockdiff.sampling.config import Order, Rule, SamplerConfig
 from blockdiff.sampling.report import Generation
 from blockdiff.sampling.request import Request
@@ -90,7 +90,8 @@ class BlockDiffusionLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Bound of log p(text) in nats; behind seq_len tokens half a window at a time, with the half before given."""
-        windows = [rolling_windows(self._encode(request.args[0]), self.model.config.seq_len) for request in requests]
+        texts = [Passage([], self._encode(request.args[0])) for request in requests]
+        windows = [rolling_windows(text, self.model.config.seq_len) for text in texts]
         nats = iter(self._nats([passage for passages in windows for passage in passages]))
         return [-sum(next(nats) for _ in passages) for passages in windows]
 
@@ -166,13 +167,3 @@ class BlockDiffusionLM(LM):
 
     def _encode(self, text: str) -> list[int]:
         return self.model.tokenizer.encode(text)
-
-
-def rolling_windows(tokens: list[int], seq_len: int) -> list[Passage]:
-    """Passages of at most seq_len tokens that hold each token once as new, behind at least half a window."""
-    passages = [Passage([], tokens[:seq_len])] if tokens else []
-    half = max(seq_len // 2, 1)
-    for start in range(seq_len, len(tokens), half):
-        new = tokens[start : start + half]
-        passages.append(Passage(tokens[start + len(new) - seq_len : start], new))
-    return passages

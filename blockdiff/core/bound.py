@@ -1,6 +1,6 @@
 """The likelihood bound that is reported: sums over blocks, and the standard error that its noise leaves.
 
-Legend: B batch, K noisy views, L seq_len, N blocks, S block size, M masked positions.
+Legend: B batch, K noisy views, L seq_len, N blocks, M masked positions.
 
 Everything is a sum in double precision, so bounds of batches, ranks and files combine exactly by addition.
 """
@@ -17,18 +17,17 @@ EVALUATION_SEED = 1
 """The seed of evaluation noise: one for all runs, so that bounds differ by model and not by noise."""
 
 
-def block_nats(nll_M: Tensor, weight_BKL: Tensor, chosen_M: Tensor, block_size: int) -> Tensor:
-    """Each view's estimate of each block's negative ELBO, in nats, float64 of shape (B, K, N).
+def position_nats(nll_M: Tensor, weight_BKL: Tensor, chosen_M: Tensor) -> Tensor:
+    """Each view's estimate of each position's share of the negative ELBO, in nats, float64 of shape (B, K, L).
 
     Args:
         nll_M: −log p of the masked positions.
         weight_BKL: what each position's −log p counts for.
         chosen_M: int64, the masked positions as flat indices into B·K·L.
-        block_size: S.
     """
     flat = torch.zeros(weight_BKL.numel(), dtype=torch.float64, device=nll_M.device)
     flat[chosen_M] = nll_M.double() * weight_BKL.flatten()[chosen_M]
-    return flat.view(weight_BKL.shape).unflatten(-1, (-1, block_size)).sum(-1)
+    return flat.view(weight_BKL.shape)
 
 
 def bound_sums(nats_BKN: Tensor, counted_BL: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def bound_sums(nats_BKN: Tensor, counted_BL: Tensor) -> Tensor:
     its own spread: its variance counts as 0, which is the truth at block size 1, where every view is the same.
 
     Args:
-        nats_BKN: from `block_nats`.
+        nats_BKN: each view's estimate of each block.
         counted_BL: bool, the positions that are scored.
     """
     views = nats_BKN.shape[1]

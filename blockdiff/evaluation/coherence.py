@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from blockdiff.evaluation.copies import TrainingText
 from blockdiff.evaluation.distance import energy_distance
 from blockdiff.evaluation.diversity import distinct, loop_share, repeated, self_overlap, unigram_entropy
-from blockdiff.evaluation.intervals import Interval, ratio_interval
-from blockdiff.evaluation.judge import Judge, Judgement, Passage
+from blockdiff.evaluation.intervals import Interval, mean_interval, ratio_interval
+from blockdiff.evaluation.judge import Judgement
+from blockdiff.evaluation.passages import Passage
 from blockdiff.evaluation.syntax import parses, parses_to_last_statement
 
 
@@ -29,8 +30,10 @@ class Coherence:
         texts: their number.
         empty: those without a single new token.
         new_tokens: of all texts.
-        judge_nats: the judge's nats per new token, with its interval over texts.
-        border_nats: those of tokens at the first position of a block, less the others, over texts.
+        judge_tokens: of the judge's own, that it judged.
+        judge_nats: nats per token of the judge, with its interval over texts.
+        judge_bits_per_byte: the same text in bits per UTF-8 byte: one unit for judges of any vocabulary.
+        border_nats: nats of the judge's tokens that begin in the first token of a block, less the others, over texts.
         unigram_entropy: nats.
         distinct_1, distinct_2, distinct_3: distinct n-grams over n-grams.
         repeated_4: 4-grams that occurred before in their text.
@@ -44,7 +47,9 @@ class Coherence:
     texts: int
     empty: int
     new_tokens: int
+    judge_tokens: int
     judge_nats: Interval
+    judge_bits_per_byte: Interval
     border_nats: Interval
     unigram_entropy: float
     distinct_1: float
@@ -68,8 +73,8 @@ def measure_coherence(
     groups: Sequence[Sequence[Passage]],
     texts: Sequence[str] | None,
     *,
-    judge: Judge | None,
-    real: Sequence[Passage],
+    judged: Sequence[Judgement],
+    real: Sequence[Judgement],
     training: TrainingText,
     block_size: int,
 ) -> Coherence:
@@ -78,22 +83,23 @@ def measure_coherence(
     Args:
         groups: for each prompt its candidates.
         texts: where the corpus is Python, each sample's whole text (prompt included), in order; else None.
-        judge: None leaves the judge's columns empty.
-        real: real text of the same shape, for the distance.
+        judged: what a judge says of each sample, in order; none leaves the judge's columns empty.
+        real: what it says of real text of the same shape, for the distance.
         training: to look for copies in.
         block_size: S, which tells borders.
     """
     passages = [passage for group in groups for passage in group]
     new = [passage.new for passage in passages]
-    judged = judge.read(passages) if judge is not None else []
     matches = [training.longest_match(ids) for ids in new]
     lengths = np.array([len(ids) for ids in new])
     return Coherence(
         texts=len(passages),
         empty=sum(not ids for ids in new),
         new_tokens=int(lengths.sum()),
+        judge_tokens=sum(len(judgement.nats_M) for judgement in judged),
         judge_nats=judge_interval(judged),
-        border_nats=border_interval(passages, judged, block_size),
+        judge_bits_per_byte=byte_interval(judged),
+        border_nats=border_interval(judged, block_size),
         unigram_entropy=unigram_entropy(new),
         distinct_1=distinct(new, 1),
         distinct_2=distinct(new, 2),
@@ -105,30 +111,38 @@ def measure_coherence(
         match_longest=max(matches, default=0),
         parses=math.nan if texts is None else _mean([parses(text) for text in texts]),
         parses_to_last=math.nan if texts is None else _mean([parses_to_last_statement(text) for text in texts]),
-        energy_distance=_distance(judged, judge.read(real) if judge is not None else []),
+        energy_distance=_distance(judged, real),
     )
 
 
 def judge_interval(judged: Sequence[Judgement]) -> Interval:
     """Nats per judged token, with the text as the unit that is resampled."""
-    nats = np.array([judgement.nats_M.sum() for judgement in judged])
-    return ratio_interval(nats, np.array([len(judgement.nats_M) for judgement in judged], dtype=np.float64))
+    return ratio_interval(_nats(judged), np.array([len(judgement.nats_M) for judgement in judged], dtype=np.float64))
 
 
-def border_interval(passages: Sequence[Passage], judged: Sequence[Judgement], block_size: int) -> Interval:
+def byte_interval(judged: Sequence[Judgement]) -> Interval:
+    """Bits per byte of judged text, with the text as the unit that is resampled."""
+    size = np.array([judgement.byte_count for judgement in judged], dtype=np.float64)
+    return ratio_interval(_nats(judged) / math.log(2), size)
+
+
+def border_interval(judged: Sequence[Judgement], block_size: int) -> Interval:
     """Mean over texts of the judge's nats at the first positions of blocks, less those at the others.
 
     Texts that have only one kind are left out. The first block of a text has no border.
     """
     differences = []
-    for passage, judgement in zip(passages if judged else [], judged, strict=True):
-        place = len(passage.given) + np.arange(len(passage.new))
-        kept = place >= block_size
-        border, inside = kept & (place % block_size == 0), kept & (place % block_size > 0)
+    for judgement in judged:
+        kept = judgement.place_M >= block_size
+        border = kept & (judgement.place_M % block_size == 0)
+        inside = kept & ~border
         if border.any() and inside.any():
             differences.append(judgement.nats_M[border].mean() - judgement.nats_M[inside].mean())
-    value = np.array(differences, dtype=np.float64)
-    return ratio_interval(value, np.ones_like(value))
+    return mean_interval(np.array(differences, dtype=np.float64))
+
+
+def _nats(judged: Sequence[Judgement]) -> NDArray[np.float64]:
+    return np.array([judgement.nats_M.sum() for judgement in judged], dtype=np.float64)
 
 
 def _distance(judged: Sequence[Judgement], real: Sequence[Judgement]) -> float:

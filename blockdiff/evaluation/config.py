@@ -8,6 +8,9 @@ from pathlib import Path
 
 from blockdiff.training.config import LoggerConfig
 
+HF_PREFIX = "hf:"
+"""Before the directory of a judge that is a Hugging Face model."""
+
 LARGEST_EXACT = 8
 """Block size up to which all subsets are enumerated: 255 masks a block, and twice as many with each further token."""
 
@@ -125,7 +128,8 @@ class SweepConfig:
         steps: step budgets: ancestral sampling in so many steps a block, where that is fewer than its tokens.
         threshold: thresholds of confidence sampling.
         samplers: further settings, each a string of arguments: ``"rule=entropy_bound entropy_bound=0.5"``.
-        judge: run directory or checkpoint of block size 1 that judges samples; None: the sweep's own.
+        judge: run directory or checkpoint of block size 1 that judges samples, or ``hf:`` and the directory of a
+            Hugging Face causal model; None: the sweep's own.
         tolerance: judge perplexity that may be lost against autoregressive samples, for the report's recommendation.
         output: directory of cells and report; None: sweeps/<name>.
         dry_run: print the commands and run nothing.

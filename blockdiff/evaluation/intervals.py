@@ -45,8 +45,8 @@ def ratio_interval(numerator_W: Floats, denominator_W: Floats, seed: int = 0) ->
     """
     if not denominator_W.sum():
         return Interval(math.nan, math.nan, math.nan)
-    draw_RW = _draws(len(numerator_W), seed)
-    return _interval(numerator_W, denominator_W, draw_RW)
+    replicate_R = _ratios(numerator_W, denominator_W, _draws(len(numerator_W), seed))
+    return _interval(numerator_W.sum() / denominator_W.sum(), replicate_R)
 
 
 def paired_difference(nats_W: Floats, other_W: Floats, tokens_W: Floats, seed: int = 0) -> Interval:
@@ -63,14 +63,11 @@ def ratio_difference(
         The interval, and the R replicates behind it.
     """
     draw_RW = _draws(len(numerator_W), seed)
+    replicate_R = _ratios(numerator_W, denominator_W, draw_RW)
+    replicate_R -= _ratios(other_numerator_W, other_denominator_W, draw_RW)
     with np.errstate(invalid="ignore", divide="ignore"):
-        replicate_R = np.einsum("rw,w->r", draw_RW, numerator_W) / np.einsum("rw,w->r", draw_RW, denominator_W)
-        replicate_R -= np.einsum("rw,w->r", draw_RW, other_numerator_W) / np.einsum(
-            "rw,w->r", draw_RW, other_denominator_W
-        )
         value = numerator_W.sum() / denominator_W.sum() - other_numerator_W.sum() / other_denominator_W.sum()
-        low, high = np.nanquantile(replicate_R, [0.025, 0.975])
-    return Interval(float(value), float(low), float(high)), replicate_R
+    return _interval(value, replicate_R), replicate_R
 
 
 def mean_interval(value_W: Floats, seed: int = 0) -> Interval:
@@ -84,10 +81,16 @@ def _draws(units: int, seed: int) -> Floats:
     return generator.multinomial(units, np.full(units, 1 / units), size=REPLICATES).astype(np.float64)
 
 
-def _interval(numerator_W: Floats, denominator_W: Floats, draw_RW: Floats) -> Interval:
+def _ratios(numerator_W: Floats, denominator_W: Floats, draw_RW: Floats) -> Floats:
+    """Each replicate's ratio of sums; NaN where only units without tokens were drawn."""
     # Sums by NumPy's own loop: a BLAS product may differ in the last bits from machine to machine.
     top_R = np.einsum("rw,w->r", draw_RW, numerator_W)
     bottom_R = np.einsum("rw,w->r", draw_RW, denominator_W)
     with np.errstate(invalid="ignore", divide="ignore"):
-        low, high = np.nanquantile(top_R / bottom_R, [0.025, 0.975])
-        return Interval(float(numerator_W.sum() / denominator_W.sum()), float(low), float(high))
+        ratio_R: Floats = top_R / bottom_R
+    return ratio_R
+
+
+def _interval(value: float, replicate_R: Floats) -> Interval:
+    low, high = np.nanquantile(replicate_R, [0.025, 0.975])
+    return Interval(float(value), float(low), float(high))

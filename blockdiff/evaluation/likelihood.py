@@ -1,6 +1,6 @@
-"""The likelihood bound of texts and of a prepared split, with the standard error that its noise leaves.
+"""The likelihood bound of texts, of continuations and of a prepared split, with the error that its noise leaves.
 
-Legend: B batch, L window length, N blocks.
+Legend: B batch, K noisy views, L row length, N blocks, S block size.
 
 A text's noise is drawn from its own tokens, so a score does not depend on what else is scored, in which order or with
 which batch size. At block size 1 the bound is the exact negative log-likelihood.
@@ -11,15 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from blockdiff.core.blocks import check_block_size
 from blockdiff.core.bound import EVALUATION_SEED, Bound, bound_sums
 from blockdiff.data.loader import Batch
+from blockdiff.evaluation.passages import Passage, pad_passages
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.model.scoring import score_blocks
 from blockdiff.training.validation import validation_sums
@@ -95,66 +94,107 @@ def score_texts(
         ValueError: `block_size` does not divide `seq_len`.
     """
     check_block_size(block_size, seq_len)
+    bounds = [Bound() for _ in documents]
+    cut = list(_windows(documents, eos_id, seq_len))
+    found = _score(
+        denoiser,
+        [passage for _, passage, _ in cut],
+        [sample for _, _, sample in cut],
+        block_size=block_size,
+        views=views,
+        seed=seed,
+        micro_batch_size=micro_batch_size,
+    )
+    for (document, _, _), bound in zip(cut, found, strict=True):
+        bounds[document] = bounds[document].merge(bound)
+    return bounds
+
+
+def score_continuations(
+    denoiser: Denoiser,
+    passages: Sequence[Passage],
+    *,
+    seq_len: int,
+    block_size: int,
+    views: int,
+    seed: int = EVALUATION_SEED,
+    micro_batch_size: int = 16,
+) -> list[Bound]:
+    """The bound of −log p(new | given) of each passage; given tokens of a block that both share stay visible.
+
+    Args:
+        denoiser: evaluated as it is.
+        passages: given and new ids; of what exceeds `seq_len` the earliest given tokens are left out.
+        seq_len: L at most.
+        block_size: S.
+        views: K ≥ 2 noise draws; the bound is exact at block size 1.
+        seed: of the noise.
+        micro_batch_size: passages a forward pass; changes no score.
+
+    Raises:
+        ValueError: the new tokens alone exceed `seq_len`.
+    """
+    rows = [_fitted(passage, seq_len) for passage in passages]
+    return _score(
+        denoiser,
+        rows,
+        [_fingerprint(len(row.given), row.tokens) for row in rows],
+        block_size=block_size,
+        views=views,
+        seed=seed,
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def _score(
+    denoiser: Denoiser,
+    rows: Sequence[Passage],
+    samples: Sequence[int],
+    *,
+    block_size: int,
+    views: int,
+    seed: int,
+    micro_batch_size: int,
+) -> list[Bound]:
+    """One bound a row; its noise is drawn from its number in `samples`."""
     device = denoiser.embedding.weight.device
-    totals = [Bound() for _ in documents]
-    for rows in _batched(_windows(documents, eos_id, seq_len), micro_batch_size):
-        tokens_BL, counted_BL = _pad(rows, block_size, eos_id, device)
-        sample_B = torch.tensor([row.sample for row in rows], device=device)
+    bounds: list[Bound] = []
+    for start in range(0, len(rows), micro_batch_size):
+        part = slice(start, start + micro_batch_size)
+        tokens_BL, given_BL, counted_BL = pad_passages(rows[part], device, block_size)
         nats_BKN = score_blocks(
             denoiser,
             tokens_BL,
             torch.zeros_like(tokens_BL),
             counted_BL,
-            sample_B,
+            torch.tensor(samples[part], device=device),
             block_size=block_size,
             views=views,
             seed=seed,
+            given_BL=given_BL,
         )
-        for index, row in enumerate(rows):
-            part = slice(index, index + 1)
-            totals[row.document] = totals[row.document].merge(
-                Bound.from_sums(bound_sums(nats_BKN[part], counted_BL[part]))
-            )
-    return totals
+        sums = (bound_sums(nats_BKN[i : i + 1], counted_BL[i : i + 1]) for i in range(len(nats_BKN)))
+        bounds += [Bound.from_sums(sums_3) for sums_3 in sums]
+    return bounds
 
 
-class _Row(NamedTuple):
-    document: int
-    sample: int
-    tokens: list[int]
-
-
-def _windows(documents: Sequence[Sequence[int]], eos_id: int, seq_len: int) -> Iterator[_Row]:
+def _windows(documents: Sequence[Sequence[int]], eos_id: int, seq_len: int) -> Iterator[tuple[int, Passage, int]]:
+    """Number of the document, window, and what the window's noise is drawn from."""
     for index, document in enumerate(documents):
         tokens = [*document, eos_id]
         for start in range(0, len(tokens), seq_len):
             part = tokens[start : start + seq_len]
-            yield _Row(index, _fingerprint(start, part), part)
+            yield index, Passage([], part), _fingerprint(start, part)
 
 
-def _fingerprint(start: int, tokens: list[int]) -> int:
-    """A 63-bit number of a window's place and tokens: equal windows get equal noise wherever they are scored."""
+def _fingerprint(start: int, tokens: Sequence[int]) -> int:
+    """A 63-bit number of the place where new tokens begin and of all tokens: equal text gets equal noise anywhere."""
     digest = hashlib.sha256(np.array([start, *tokens], dtype="<i8").tobytes()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _batched(rows: Iterator[_Row], size: int) -> Iterator[list[_Row]]:
-    batch: list[_Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _pad(rows: list[_Row], block_size: int, eos_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens filled up to whole blocks of the longest row, and which of them count."""
-    length = -(-max(len(row.tokens) for row in rows) // block_size) * block_size
-    tokens_BL = torch.full((len(rows), length), eos_id)
-    counted_BL = torch.zeros(len(rows), length, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        tokens_BL[index, : len(row.tokens)] = torch.tensor(row.tokens)
-        counted_BL[index, : len(row.tokens)] = True
-    return tokens_BL.to(device), counted_BL.to(device)
+def _fitted(passage: Passage, seq_len: int) -> Passage:
+    room = seq_len - len(passage.new)
+    if room < 0:
+        raise ValueError(f"a continuation of {len(passage.new)} tokens exceeds seq_len={seq_len}: cut it into windows")
+    return Passage(passage.given[max(len(passage.given) - room, 0) :], passage.new)

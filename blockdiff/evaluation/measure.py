@@ -21,8 +21,8 @@ from blockdiff.evaluation.coherence import Coherence, border_interval, measure_c
 from blockdiff.evaluation.config import LikelihoodConfig, SamplesConfig, SpeedConfig
 from blockdiff.evaluation.copies import TrainingText
 from blockdiff.evaluation.intervals import ratio_interval
-from blockdiff.evaluation.judge import Judge, Passage
-from blockdiff.evaluation.passages import Passages, choose_passages, shuffled, without_prompt
+from blockdiff.evaluation.judge import Judge, Judgement
+from blockdiff.evaluation.passages import Passage, Passages, choose_passages, shuffled, without_prompt
 from blockdiff.evaluation.positions import border_jump, by_position
 from blockdiff.evaluation.throughput import measure_speed, protocol, speed_prompts
 from blockdiff.evaluation.windows import left_to_right_nats, true_nats, window_nats
@@ -127,16 +127,17 @@ def measure_samples(
     settings = dataclasses.replace(
         sampler, max_new_tokens=samples.new_tokens, seed=samples.seed, stop=[], logprobs=False
     )
-    numbers: dict[str, Any] = {"passages": chosen.origin, "block_size": subject.block_size}
+    numbers: dict[str, Any] = {"passages": chosen.origin, "block_size": subject.block_size, **_judge_facts(judge)}
     for kind, (real, others) in _kinds(chosen).items():
         generations = _draw(subject, [p.given for p in real for _ in range(samples.candidates)], settings)
         passages = [
             Passage(real[index // samples.candidates].given, g.token_ids) for index, g in enumerate(generations)
         ]
         groups = _groups(passages, samples.candidates if kind == "prompted" else len(passages))
-        row = _coherence(subject, groups, others, judge, training)
+        judged = _judged(judge, passages)
+        row = _coherence(subject, groups, judged, _judged(judge, others), training)
         numbers[kind] = row.to_plain()
-        numbers[f"{kind}_texts"] = _by_prompt(groups, judge)
+        numbers[f"{kind}_texts"] = _by_prompt(groups, judged)
         numbers[f"{kind}_ended"] = sum(g.finish_reason == Finish.eos.value for g in generations) / len(generations)
         numbers[f"{kind}_nfe_per_token"] = sum(g.nfe for g in generations) / max(row.new_tokens, 1)
         numbers[f"{kind}_examples"] = [
@@ -144,7 +145,7 @@ def measure_samples(
             for p in passages[:: samples.candidates][:3]
         ]
         if judge is not None:
-            numbers[f"{kind}_real_border_nats"] = border_interval(real, judge.read(real), subject.block_size)
+            numbers[f"{kind}_real_border_nats"] = border_interval(judge.read(real), subject.block_size)
     numbers["speed"] = measure_speed(
         subject.denoiser,
         speed_prompts(subject.prepared.val, speed),
@@ -161,25 +162,36 @@ def measure_reference(subject: Subject, samples: SamplesConfig, judge: Judge) ->
     """The same columns for real text, the ceiling, and for its shuffled tokens, the floor."""
     chosen = choose_passages(subject.prepared.val, samples)
     training = TrainingText(subject.prepared.train.tokens[:COPY_TOKENS])
-    numbers: dict[str, Any] = {"passages": chosen.origin}
+    numbers: dict[str, Any] = {"passages": chosen.origin, **_judge_facts(judge)}
     for kind, (real, others) in _kinds(chosen).items():
+        reference = _judged(judge, others)
         for name, passages in (("real", real), ("shuffled", shuffled(real, samples.seed))):
             groups = _groups(passages, 1 if kind == "prompted" else len(passages))
-            numbers[f"{name}_{kind}"] = _coherence(subject, groups, others, judge, training).to_plain()
+            row = _coherence(subject, groups, _judged(judge, passages), reference, training)
+            numbers[f"{name}_{kind}"] = row.to_plain()
         numbers[f"{kind}_examples"] = [
             {"prompt": _text(subject, p.given), "text": _text(subject, p.new)} for p in real[:3]
         ]
     return Measurement(numbers)
 
 
-def _by_prompt(groups: list[list[Passage]], judge: Judge | None) -> list[dict[str, float]]:
-    """The judge's nats and the tokens of each group, so that samplers can be compared prompt by prompt."""
-    if judge is None:
+def _judge_facts(judge: Judge | None) -> dict[str, Any]:
+    return {} if judge is None else {"judge": judge.description}
+
+
+def _judged(judge: Judge | None, passages: list[Passage]) -> list[Judgement]:
+    return [] if judge is None else judge.read(passages)
+
+
+def _by_prompt(groups: list[list[Passage]], judged: list[Judgement]) -> list[dict[str, float]]:
+    """The judge's nats and tokens of each group, so that samplers can be compared prompt by prompt; none unjudged."""
+    if not judged:
         return []
-    judged = [judge.read(group) for group in groups]
+    rest = iter(judged)
+    found = [[next(rest) for _ in group] for group in groups]
     return [
         {"nats": float(sum(j.nats_M.sum() for j in group)), "tokens": sum(len(j.nats_M) for j in group)}
-        for group in judged
+        for group in found
     ]
 
 
@@ -209,12 +221,13 @@ def _groups(passages: list[Passage], size: int) -> list[list[Passage]]:
 def _coherence(
     subject: Subject,
     groups: list[list[Passage]],
-    others: list[Passage],
-    judge: Judge | None,
+    judged: list[Judgement],
+    real: list[Judgement],
     training: TrainingText,
 ) -> Coherence:
-    texts = [_text(subject, p.given + p.new) for group in groups for p in group] if subject.python else None
-    return measure_coherence(groups, texts, judge=judge, real=others, training=training, block_size=subject.block_size)
+    texts = [_text(subject, p.tokens) for group in groups for p in group] if subject.python else None
+    size = subject.block_size
+    return measure_coherence(groups, texts, judged=judged, real=real, training=training, block_size=size)
 
 
 def _text(subject: Subject, ids: list[int]) -> str:

@@ -1,14 +1,70 @@
-"""Which passages of validation text serve as prompts and as the ceiling, and their shuffled floor."""
+"""Passages of text: as rows of a batch, cut to a context, and which of the validation text are continued.
+
+Legend: B batch, L length of the longest row.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from blockdiff.data.store import TokenStore
 from blockdiff.evaluation.config import SamplesConfig
-from blockdiff.evaluation.judge import Passage
+
+
+@dataclass
+class Passage:
+    """Some text.
+
+    Attributes:
+        given: ids that are read but not scored.
+        new: ids that are scored.
+    """
+
+    given: list[int]
+    new: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All ids."""
+        return [*self.given, *self.new]
+
+
+def pad_passages(passages: Sequence[Passage], device: torch.device, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that are filled up behind each passage, to whole multiples of the longest.
+
+    Returns:
+        int64 tokens_BL, and bool given_BL and new_BL; what is neither is padding.
+    """
+    longest = max((len(passage.tokens) for passage in passages), default=0)
+    length = -(-max(longest, 1) // multiple) * multiple
+    tokens_BL = torch.zeros(len(passages), length, dtype=torch.int64)
+    given_BL = torch.zeros(len(passages), length, dtype=torch.bool)
+    new_BL = torch.zeros(len(passages), length, dtype=torch.bool)
+    for row, passage in enumerate(passages):
+        cut, end = len(passage.given), len(passage.tokens)
+        tokens_BL[row, :end] = torch.tensor(passage.tokens, dtype=torch.int64)
+        given_BL[row, :cut] = True
+        new_BL[row, cut:end] = True
+    return tokens_BL.to(device), given_BL.to(device), new_BL.to(device)
+
+
+def rolling_windows(passage: Passage, length: int) -> list[Passage]:
+    """Passages of at most `length` tokens that hold each new token once, behind at least half a window of text.
+
+    Or behind all of the text, where that is shorter. A passage that fits is one window.
+    """
+    tokens, start = passage.tokens, len(passage.given)
+    windows = []
+    while start < len(tokens):
+        end = min(len(tokens), max(length, start + max(length // 2, 1)))
+        windows.append(Passage(tokens[max(end - length, 0) : start], tokens[start:end]))
+        start = end
+    return windows
 
 
 @dataclass

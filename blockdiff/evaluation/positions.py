@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from blockdiff.evaluation.intervals import Interval, ratio_interval
+from blockdiff.evaluation.intervals import Interval, mean_interval, ratio_interval
 from blockdiff.evaluation.windows import WindowNats
 
 Floats = NDArray[np.float64]
@@ -100,5 +100,4 @@ def _mean_by_window(nats_WL: Floats, kept_WL: NDArray[np.bool_]) -> Floats:
 def _difference(first_W: Floats, other_W: Floats, seed: int) -> Interval:
     """Mean over windows of the difference within each window; windows without a border are left out."""
     difference_W = first_W - other_W
-    kept_W = difference_W[~np.isnan(difference_W)]
-    return ratio_interval(kept_W, np.ones_like(kept_W), seed)
+    return mean_interval(difference_W[~np.isnan(difference_W)], seed)

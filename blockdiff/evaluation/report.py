@@ -96,7 +96,7 @@ def facts(config: SweepConfig, study: Study) -> list[str]:
         else:
             own = study.baseline is not None and study.baseline.path == judge
             mild = " It judges its own samples too, and mildly." if own else ""
-            said.append(f"Judge: {judge}, an autoregressive model.{mild}")
+            said.append(f"Judge: {study.judge or judge}.{mild}")
     shown = [row.model for row in study.likelihoods] + [row.model for row in study.samples]
     if any(model.block_size != model.trained_block_size for model in shown):
         said.append("Rows marked “trained at” use a block size that the model was not trained with.")

@@ -91,6 +91,11 @@ class Study:
         return [speed["batch_size"] for speed in self.samples[0].numbers["speed"]] if self.samples else []
 
     @property
+    def judge(self) -> str:
+        """Who judged, and in which tokens; several, where cells disagree."""
+        return " | ".join(sorted({row.numbers["judge"] for row in self.samples if "judge" in row.numbers}))
+
+    @property
     def baseline_samples(self) -> SampleRow | None:
         """The autoregressive model's samples."""
         return next((row for row in self.samples if self.baseline and row.model.label == self.baseline.label), None)

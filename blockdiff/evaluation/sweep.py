@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from blockdiff.evaluation.config import SweepConfig
+from blockdiff.evaluation.config import HF_PREFIX, SweepConfig
 from blockdiff.training.durable import write_text_durably
 
 
@@ -89,8 +89,9 @@ def plan_cells(config: SweepConfig, models: Sequence[Model], pack_block_size: in
         models: to train or measure.
         pack_block_size: common to all, so that all are scored on the same windows.
     """
-    judge = config.judge or next((m.path for m in models if m.block_size == m.trained_block_size == 1), None)
-    judge_needs = [f"train-{m.label}" for m in models if m.path == judge and m.train is not None]
+    own = next((m.path for m in models if m.block_size == m.trained_block_size == 1), None)
+    judge = config.judge or own
+    judge_needs = _training(models, judge)
     cells = [
         _cell(config, f"train-{m.label}", Kind.train, ["train", *m.train], model=m.label)
         for m in models
@@ -98,8 +99,10 @@ def plan_cells(config: SweepConfig, models: Sequence[Model], pack_block_size: in
     ]
     judged = [f"judge={judge}"] if judge else []
     if judge:
-        command = ["measure", "part=reference", f"checkpoint={judge}", *judged, *config.measure]
-        cells.append(_cell(config, "reference", Kind.reference, command, needs=judge_needs))
+        # The reference is of a checkpoint's corpus, which a judge from elsewhere does not have.
+        reader = (own or models[0].path) if judge.startswith(HF_PREFIX) else judge
+        command = ["measure", "part=reference", f"checkpoint={reader}", *judged, *config.measure]
+        cells.append(_cell(config, "reference", Kind.reference, command, needs=_training(models, reader)))
     for model in models:
         needs = [f"train-{model.label}"] if model.train is not None else []
         base = [f"checkpoint={model.path}", f"block_size={model.block_size}", f"pack_block_size={pack_block_size}"]
@@ -116,6 +119,11 @@ def plan_cells(config: SweepConfig, models: Sequence[Model], pack_block_size: in
             found.sampler = label
             cells.append(found)
     return cells
+
+
+def _training(models: Sequence[Model], path: str | None) -> list[str]:
+    """The cell that trains the model of a path, if this sweep does."""
+    return [f"train-{model.label}" for model in models if model.path == path and model.train is not None]
 
 
 def sampler_settings(config: SweepConfig, block_size: int) -> list[tuple[str, list[str]]]:

@@ -37,16 +37,16 @@ def likelihood_table(study: Study) -> Table:
         "model",
         "block size",
         "bound, nats/token",
-        "noise ±",
-        "bits/byte",
-        "less autoregressive",
-        "true NLL",
-        "bound − true",
-        "border jump",
-        "left to right",
+        "noise ±, nats/token",
+        "bound, bits/byte",
+        "bound less autoregressive, nats/token",
+        "true NLL, nats/token",
+        "bound − true, nats/token",
+        "border jump, nats",
+        "left to right, nats/token",
         "training tokens",
         "training PFLOP",
-        "train s",
+        "training, s",
     ]
     true = study.likelihoods[0].numbers["true"] if study.likelihoods else None
     note = (
@@ -87,9 +87,10 @@ def coherence_table(study: Study, kind: str) -> Table:
         study: of the sweep.
         kind: ``prompted`` or ``unprompted``.
     """
-    header = ["model", "sampler", "texts", "empty", "ended", "judge perplexity", "repeated 4-grams", "loops"]
-    header += ["distinct 1 / 2 / 3", "entropy", "self-overlap", "copied: mean, longest"]
-    header += ["border, nats", "real text there", "distance from real"]
+    header = ["model", "sampler", "texts", "empty texts", "ended by end token", "judge perplexity, per judge token"]
+    header += ["judge, bits/byte", "repeated 4-grams", "tokens in loops", "distinct 1- / 2- / 3-grams"]
+    header += ["unigram entropy, nats", "4-gram overlap of samples", "copied tokens: mean, longest"]
+    header += ["judge's border jump, nats", "the same in real text", "energy distance from real text"]
     python = any(row.numbers[kind]["parses"] is not None for row in study.samples)
     header += ["parses", "to last statement"] if python else []
     rows = []
@@ -102,12 +103,22 @@ def coherence_table(study: Study, kind: str) -> Table:
     if study.reference is not None:
         rows.append(["shuffled", NOTHING, *_coherence_cells(study.reference[f"shuffled_{kind}"], None, None, python)])
     note = (
-        "Real text is the ceiling, its shuffled tokens the floor. Nothing was filtered or drawn again. A model that "
-        "repeats itself has a low judge perplexity, so read that column with the next ones. Distinct n-grams and "
-        "overlap depend on how much text there is: compare rows, not reports. The distance is from other real text and "
-        "may fall below 0 by chance."
+        f"{_judge_note(study)}Real text is the ceiling, its shuffled tokens the floor. Nothing was filtered or drawn "
+        "again. A model that repeats itself has a low judge perplexity, so read that column with the next ones. "
+        "Distinct n-grams and overlap depend on how much text there is: compare rows, not reports. The energy distance "
+        "is from other real text and may fall below 0 by chance."
     )
     return Table(f"Coherence, {kind}", note, header, rows, [0, len(rows) - 1] if study.reference is not None else [])
+
+
+def _judge_note(study: Study) -> str:
+    """Who judged: a perplexity means nothing without the tokens it is of."""
+    if not study.judge:
+        return ""
+    return (
+        f"Judge: {study.judge}. Its perplexity is per token of its own and compares under this judge only; bits per "
+        "byte are one unit for all judges. "
+    )
 
 
 def _coherence_cells(row: dict[str, Any], ended: float | None, real: dict[str, Any] | None, python: bool) -> list[str]:
@@ -118,6 +129,8 @@ def _coherence_cells(row: dict[str, Any], ended: float | None, real: dict[str, A
         str(row["empty"]),
         share(ended),
         spread(judged, 2),
+        # Cells of older versions lack it; a sweep is not measured again for one column.
+        spread(interval(row["judge_bits_per_byte"]) if "judge_bits_per_byte" in row else None, 3),
         share(row["repeated_4"]),
         share(row["loops"]),
         " / ".join(number(row[f"distinct_{order}"], 3) for order in (1, 2, 3)),
@@ -133,8 +146,9 @@ def _coherence_cells(row: dict[str, Any], ended: float | None, real: dict[str, A
 
 def speed_table(study: Study) -> Table:
     """Speed of each sampler at each batch size, with the protocol in the note."""
-    header = ["model", "sampler", "batch", "output tokens/s", "one stream, tokens/s", "first block, ms"]
-    header += ["request p50 / p95, ms", "NFE (commits)", "tokens a forward", "cache, MiB", "peak, MiB"]
+    header = ["model", "sampler", "batch size", "output tokens/s", "one stream, tokens/s", "first block, ms"]
+    header += ["request p50 / p95, ms", "NFE a request (commits)", "tokens a forward", "KV cache, MiB"]
+    header += ["peak memory, MiB"]
     rows = [
         _speed_cells(row, speed)
         for row in study.samples

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from blockdiff.core.blocks import split_blocks
 from blockdiff.core.bound import EVALUATION_SEED
-from blockdiff.core.corruption import NoiseKey, corrupt, evaluation_noise
 from blockdiff.data.loader import Batch
 from blockdiff.evaluation.bracket import bracket_block_nats
 from blockdiff.evaluation.exact import exact_block_nats
 from blockdiff.evaluation.masked import masked_log_probs
 from blockdiff.model.denoiser import Denoiser
+from blockdiff.model.scoring import score_positions
 
 Floats = NDArray[np.float64]
 Fields = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -84,7 +84,7 @@ def window_nats(
         raise ValueError(f"views={views} must be at least 2: one draw has no standard error")
     rows = []
     for fields in _on_device(denoiser, batches):
-        nats_BKL = position_nats(denoiser, *fields, block_size=block_size, views=views, seed=seed)
+        nats_BKL = score_positions(denoiser, *fields, block_size=block_size, views=views, seed=seed)
         block_BKN = split_blocks(nats_BKL, block_size).sum(-1)
         count = block_BKN.shape[1]
         variance_B = block_BKN.var(1).sum(-1) / count if count > 1 else torch.zeros_like(block_BKN[:, 0, 0])
@@ -120,40 +120,6 @@ def left_to_right_nats(denoiser: Denoiser, batches: Iterable[Batch], *, block_si
         )
         rows.append(_row(fields, -log_p_BKL.sum(1), torch.zeros(len(tokens_BL), dtype=torch.float64)))
     return _stack(rows)
-
-
-@torch.no_grad()
-def position_nats(
-    denoiser: Denoiser,
-    tokens_BL: Tensor,
-    document_BL: Tensor,
-    counted_BL: Tensor,
-    sample_B: Tensor,
-    *,
-    block_size: int,
-    views: int,
-    seed: int = EVALUATION_SEED,
-) -> Tensor:
-    """Each view's estimate of each position's share of the negative ELBO: float64 nats (B, K, L).
-
-    Summed over a block they are what `blockdiff.model.scoring.score_blocks` gives. At block size 1 K is 1.
-    """
-    noise = evaluation_noise(1 if block_size == 1 else views)
-    noised = corrupt(
-        tokens_BL,
-        counted_BL,
-        block_size=block_size,
-        mask_id=denoiser.mask_id,
-        noise=noise,
-        key=NoiseKey(seed, 0, sample_B, 1),
-    )
-    chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
-    plan = denoiser.plan(document_BL, block_size, noise.views)
-    weight_M = noised.weight_BKL.flatten()[chosen_M]
-    _, nll_M = denoiser.weighted_nll(noised.xt_BKL, tokens_BL, plan, chosen_M, weight_M)
-    nats = torch.zeros(noised.weight_BKL.numel(), dtype=torch.float64, device=nll_M.device)
-    nats[chosen_M] = nll_M.double() * weight_M
-    return nats.view(noised.weight_BKL.shape)
 
 
 @dataclass

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdiff.core.bound import EVALUATION_SEED, block_nats
+from blockdiff.core.blocks import split_blocks
+from blockdiff.core.bound import EVALUATION_SEED, position_nats
 from blockdiff.core.corruption import NoiseKey, corrupt, evaluation_noise
 from blockdiff.model.denoiser import Denoiser
 
 
-@torch.no_grad()
 def score_blocks(
     denoiser: Denoiser,
     tokens_BL: Tensor,
@@ -27,6 +27,37 @@ def score_blocks(
     given_BL: Tensor | None = None,
 ) -> Tensor:
     """Independent estimates of each block's negative ELBO, in nats: float64 of shape (B, K, N).
+
+    Arguments as in `score_positions`.
+    """
+    nats_BKL = score_positions(
+        denoiser,
+        tokens_BL,
+        document_BL,
+        counted_BL,
+        sample_B,
+        block_size=block_size,
+        views=views,
+        seed=seed,
+        given_BL=given_BL,
+    )
+    return split_blocks(nats_BKL, block_size).sum(-1)
+
+
+@torch.no_grad()
+def score_positions(
+    denoiser: Denoiser,
+    tokens_BL: Tensor,
+    document_BL: Tensor,
+    counted_BL: Tensor,
+    sample_B: Tensor,
+    *,
+    block_size: int,
+    views: int,
+    seed: int = EVALUATION_SEED,
+    given_BL: Tensor | None = None,
+) -> Tensor:
+    """Each view's estimate of each position's share of the negative ELBO, in nats: float64 of shape (B, K, L).
 
     Args:
         denoiser: evaluated as it is, on the tokens' device.
@@ -57,4 +88,4 @@ def score_blocks(
         chosen_M,
         noised.weight_BKL.flatten()[chosen_M],
     )
-    return block_nats(nll_M, noised.weight_BKL, chosen_M, block_size)
+    return position_nats(nll_M, noised.weight_BKL, chosen_M)

@@ -110,9 +110,10 @@ def peak_memory() -> int:
 def summary_table(summary: Summary) -> Table:
     """The summary as a table for the terminal."""
     state = "finished" if summary.finished else f"stopped by {summary.signal.name if summary.signal else 'request'}"
-    table = Table(title=f"{summary.name}: {state} at step {summary.step}/{summary.max_steps}", title_justify="left")
-    table.add_column("")
-    table.add_column("value", overflow="fold")
+    title = f"{summary.name}: {state} at step {summary.step}/{summary.max_steps}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     if summary.train is not None:
         label = "train, nats per token" if summary.train_is_bound else "train loss (clipped noise, no bound)"
         table.add_row(label, f"{summary.train:.4f}")

@@ -5,20 +5,21 @@ import math
 import pytest
 import torch
 
-from blockdiff.core.bound import Bound, block_nats, bound_sums
+from blockdiff.core.blocks import split_blocks
+from blockdiff.core.bound import Bound, bound_sums, position_nats
 from blockdiff.core.corruption import NoiseKey, corrupt, evaluation_noise
 
 
-def test_block_nats_is_a_loop_over_masked_positions() -> None:
+def test_position_nats_are_a_loop_over_masked_positions() -> None:
     generator = torch.Generator().manual_seed(0)
     weight_BKL = torch.rand(2, 3, 8, generator=generator, dtype=torch.float64)
     chosen_M = torch.randperm(48, generator=generator)[:20].sort().values
     nll_M = torch.rand(20, generator=generator)
-    expected = torch.zeros(2, 3, 4, dtype=torch.float64)
+    expected = torch.zeros(2, 3, 8, dtype=torch.float64)
     for position, nll in zip(chosen_M.tolist(), nll_M.tolist(), strict=True):
         b, k, i = position // 24, position // 8 % 3, position % 8
-        expected[b, k, i // 2] += nll * weight_BKL[b, k, i]
-    torch.testing.assert_close(block_nats(nll_M, weight_BKL, chosen_M, 2), expected, rtol=1e-12, atol=0)
+        expected[b, k, i] += nll * weight_BKL[b, k, i]
+    torch.testing.assert_close(position_nats(nll_M, weight_BKL, chosen_M), expected, rtol=1e-12, atol=0)
 
 
 def test_standard_error_is_the_spread_over_repeated_noise() -> None:
@@ -36,7 +37,7 @@ def test_standard_error_is_the_spread_over_repeated_noise() -> None:
             key=NoiseKey(seed, 0, torch.tensor([5]), 1),
         )
         chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
-        nats = block_nats(nll_L[chosen_M % 16], noised.weight_BKL, chosen_M, 4)
+        nats = split_blocks(position_nats(nll_L[chosen_M % 16], noised.weight_BKL, chosen_M), 4).sum(-1)
         bounds.append(Bound.from_sums(bound_sums(nats, counted_BL)))
     spread = torch.tensor([bound.nats for bound in bounds]).var().item()
     reported = sum(bound.variance for bound in bounds) / len(bounds)

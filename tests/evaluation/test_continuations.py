@@ -10,8 +10,9 @@ from models import tiny
 from blockdiff.api import LanguageModel
 from blockdiff.config import TrainConfig
 from blockdiff.data.tokenizer import byte_tokenizer
-from blockdiff.evaluation.continuations import score_continuations
-from blockdiff.evaluation.judge import DenoiserJudge, Passage
+from blockdiff.evaluation.judge import DenoiserJudge
+from blockdiff.evaluation.likelihood import score_continuations
+from blockdiff.evaluation.passages import Passage, rolling_windows
 
 PASSAGES = [Passage([1, 2, 3], [4, 5]), Passage([], [6, 0, 1]), Passage([5], [])]
 
@@ -19,7 +20,7 @@ PASSAGES = [Passage([1, 2, 3], [4, 5]), Passage([], [6, 0, 1]), Passage([5], [])
 def test_block_size_1_is_the_judges_exact_value():
     model = tiny()
     bounds = score_continuations(model, PASSAGES, seq_len=8, block_size=1, views=2)
-    for bound, judgement in zip(bounds, DenoiserJudge(model, 8).read(PASSAGES), strict=True):
+    for bound, judgement in zip(bounds, DenoiserJudge(model, byte_tokenizer(), 8).read(PASSAGES), strict=True):
         assert bound.nats == pytest.approx(judgement.nats_M.sum(), abs=1e-9)
         assert bound.variance == 0
 
@@ -86,16 +87,27 @@ def test_the_harness_model_answers(lm):
     assert "lower bound" in lm.get_model_info()["log_likelihood"]
 
 
-def test_rolling_windows_score_each_token_once(lm):
-    from blockdiff.harness import rolling_windows
-
+def test_rolling_windows_score_each_token_once():
     tokens = list(range(21))
-    windows = rolling_windows(tokens, 8)
+    windows = rolling_windows(Passage([], tokens), 8)
     assert [t for w in windows for t in w.new] == tokens
     assert all(len(w.given) + len(w.new) <= 8 for w in windows)
     assert windows[1] == Passage([4, 5, 6, 7], [8, 9, 10, 11])
     assert windows[-1].given == tokens[13:20]
-    assert rolling_windows([], 8) == []
+    assert rolling_windows(Passage([], []), 8) == []
+
+
+@pytest.mark.parametrize("given", [0, 1, 3, 4, 7, 8, 20, 21])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 21, 30])
+def test_rolling_windows_keep_half_a_window_of_context(given, length):
+    tokens = list(range(21))
+    windows = rolling_windows(Passage(tokens[:given], tokens[given:]), length)
+    assert [t for w in windows for t in w.new] == tokens[given:]
+    for window in windows:
+        assert len(window.tokens) <= length
+        start = window.new[0]
+        assert window.tokens == tokens[start - len(window.given) : window.new[-1] + 1]
+        assert len(window.given) >= min(start, length - max(length // 2, 1))
 
 
 def test_a_small_local_task(lm, tmp_path):

@@ -8,11 +8,12 @@ import torch
 from models import V, tiny
 
 from blockdiff.data.store import ShardWriter, TokenStore
-from blockdiff.evaluation.coherence import border_interval, measure_coherence
+from blockdiff.data.tokenizer import byte_tokenizer
+from blockdiff.evaluation.coherence import border_interval, byte_interval, measure_coherence
 from blockdiff.evaluation.config import SamplesConfig, SpeedConfig
 from blockdiff.evaluation.copies import TrainingText
-from blockdiff.evaluation.judge import DenoiserJudge, Judgement, Passage
-from blockdiff.evaluation.passages import choose_passages, shuffled, without_prompt
+from blockdiff.evaluation.judge import DenoiserJudge, Judgement
+from blockdiff.evaluation.passages import Passage, choose_passages, shuffled, without_prompt
 from blockdiff.evaluation.throughput import measure_speed, protocol, speed_prompts
 from blockdiff.sampling.config import Rule, SamplerConfig
 
@@ -27,7 +28,7 @@ def store(directory, documents):
 def test_the_judge_equals_the_plain_loop_whatever_else_is_read():
     model = tiny()
     passages = [Passage([1, 2], [3, 4, 5]), Passage([], [6, 0]), Passage([1], [])]
-    read = DenoiserJudge(model, 8, batch_size=2).read(passages)
+    read = DenoiserJudge(model, byte_tokenizer(), 8, batch_size=2).read(passages)
     for passage, judgement in zip(passages, read, strict=True):
         tokens = passage.given + passage.new
         slow = []
@@ -38,10 +39,12 @@ def test_the_judge_equals_the_plain_loop_whatever_else_is_read():
             log_p = model.denoise(torch.tensor([[V]]), cache)[0, 0].log_softmax(-1)
             slow.append(-log_p[tokens[place]].item())
         np.testing.assert_allclose(judgement.nats_M, slow, atol=1e-10)
+        assert judgement.place_M.tolist() == list(range(len(passage.given), len(tokens)))
+        assert judgement.byte_count == len(passage.new)
     assert read[2].feature_D is None
     assert read[0].feature_D.shape == (16,)
     with pytest.raises(ValueError, match="seq_len=4"):
-        DenoiserJudge(model, 4).read(passages)
+        DenoiserJudge(model, byte_tokenizer(), 4).read(passages)
 
 
 def test_passages_start_documents_or_are_cut_from_within(tmp_path):
@@ -64,20 +67,31 @@ def test_passages_start_documents_or_are_cut_from_within(tmp_path):
 
 def test_border_difference_by_hand():
     # Block size 2, two given tokens: new tokens at 2, 3, 4, 5; the borders are 2 and 4.
-    passages = [Passage([0, 0], [1, 1, 1, 1]), Passage([], [1, 1])]
-    judged = [Judgement(np.array([5.0, 1.0, 4.0, 2.0]), None), Judgement(np.array([9.0, 9.0]), None)]
-    assert border_interval(passages, judged, 2).value == pytest.approx(4.5 - 1.5)
-    assert math.isnan(border_interval(passages, judged, 1).value)
+    judged = [
+        Judgement(np.array([5.0, 1.0, 4.0, 2.0]), np.arange(2, 6), 4, None),
+        Judgement(np.array([9.0, 9.0]), np.arange(2), 2, None),
+    ]
+    assert border_interval(judged, 2).value == pytest.approx(4.5 - 1.5)
+    assert math.isnan(border_interval(judged, 1).value)
+    # A judge of other tokens: two begin in the first token of a block, one in its second, none in the last block.
+    other = [Judgement(np.array([5.0, 3.0, 1.0]), np.array([2, 2, 3]), 6, None)]
+    assert border_interval(other, 2).value == pytest.approx(4 - 1)
+
+
+def test_bits_per_byte_by_hand():
+    judged = [Judgement(np.array([1.0, 3.0]), np.arange(2), 6, None), Judgement(np.array([2.0]), np.arange(1), 2, None)]
+    assert byte_interval(judged).value == pytest.approx(6 / math.log(2) / 8)
+    assert math.isnan(byte_interval([]).value)
 
 
 def test_a_row_counts_empty_texts_and_keeps_them():
-    judge = DenoiserJudge(tiny(), 8)
+    judge = DenoiserJudge(tiny(), byte_tokenizer(), 8)
     groups = [[Passage([1], [2, 3, 2, 3, 2, 3]), Passage([1], [])], [Passage([4], [5, 6, 0, 1, 2, 3])] * 2]
     row = measure_coherence(
         groups,
         ["x = 1", "", "y =", "z = 1"],
-        judge=judge,
-        real=[Passage([1], [2, 2]), Passage([1], [4, 5])],
+        judged=judge.read([p for g in groups for p in g]),
+        real=judge.read([Passage([1], [2, 2]), Passage([1], [4, 5])]),
         training=TrainingText(np.array([5, 6, 0, 9, 2, 3])),
         block_size=2,
     )
@@ -88,8 +102,10 @@ def test_a_row_counts_empty_texts_and_keeps_them():
     assert row.parses == 0.5
     nats = sum(j.nats_M.sum() for j in judge.read([p for g in groups for p in g]))
     assert row.judge_nats.value == pytest.approx(nats / 18)
+    assert row.judge_tokens == 18
+    assert row.judge_bits_per_byte.value == pytest.approx(nats / 18 / math.log(2))  # a byte a token
     assert math.isfinite(row.energy_distance)
-    blind = measure_coherence(groups, None, judge=None, real=[], training=TrainingText(np.array([1])), block_size=2)
+    blind = measure_coherence(groups, None, judged=[], real=[], training=TrainingText(np.array([1])), block_size=2)
     assert math.isnan(blind.judge_nats.value)
     assert math.isnan(blind.parses)
 

@@ -39,7 +39,9 @@ def coherence(nats, repeated=0.1, entropy=5.0):
         "texts": 4,
         "empty": 1,
         "new_tokens": 40,
+        "judge_tokens": 40,
         "judge_nats": interval(nats),
+        "judge_bits_per_byte": interval(nats / 2, 0.05),
         "border_nats": interval(0.5),
         "unigram_entropy": entropy,
         **{f"distinct_{order}": 0.5 for order in (1, 2, 3)},
@@ -93,6 +95,7 @@ def numbers_of(cell, nats=NATS, **more):
     protocol |= {"shortest_prompt": 1, "longest_prompt": 2, "new_tokens": 3, "seq_len": 8, "repeats": 3}
     return facts | {
         "passages": "the beginnings",
+        "judge": "runs/s-b1 (step 5), with a tokenizer",
         "config": {"judge": "runs/s-b1", "sampler": {"rule": rule}},
         **dict.fromkeys(("prompted", "unprompted"), row),
         **{f"{k}_texts": texts for k in ("prompted", "unprompted")},
@@ -268,7 +271,9 @@ def test_the_report_holds_the_cells_numbers(tmp_path):
     real, *rows, shuffled = found["coherence-prompted"]
     assert (real[0], shuffled[0], len(rows)) == ("real text", "shuffled", 3)
     assert rows[0][5] == f"{np.exp(2):.2f} [{np.exp(1.9):.2f}, {np.exp(2.1):.2f}]"
+    assert rows[0][6] == "1.000 [0.950, 1.050]"
     assert rows[0][3:5] == ["1", "25.0%"]
+    assert page.count("Judge: runs/s-b1 (step 5), with a tokenizer. Its perplexity is per token of its own") == 2
     assert found["speed"][2][3] == "400 (360 to 440)"
     assert "To &lt;be&gt;" in page
     markdown = written.markdown.read_text()

@@ -6,10 +6,11 @@ import torch
 from models import V
 
 from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
+from blockdiff.data.tokenizer import byte_tokenizer
 from blockdiff.evaluation.coherence import measure_coherence
 from blockdiff.evaluation.copies import TrainingText
-from blockdiff.evaluation.judge import DenoiserJudge, Passage
-from blockdiff.evaluation.passages import shuffled
+from blockdiff.evaluation.judge import DenoiserJudge
+from blockdiff.evaluation.passages import Passage, shuffled
 from blockdiff.model.denoiser import Denoiser, ModelConfig
 from blockdiff.sampling.config import Rule, SamplerConfig
 from blockdiff.sampling.sampler import generate
@@ -44,7 +45,7 @@ def train(block_size, steps):
 
 @pytest.fixture(scope="module")
 def judge():
-    return DenoiserJudge(train(1, 120), LENGTH)
+    return DenoiserJudge(train(1, 120), byte_tokenizer(), LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,8 @@ def measure(passages, judge):
     groups = [[passage] for passage in passages]
     real = [Passage([], row) for row in counting(24, 99).tolist()]
     training = TrainingText(np.zeros(1, np.int64))
-    return measure_coherence(groups, None, judge=judge, real=real, training=training, block_size=4)
+    judged, reference = judge.read(passages), judge.read(real)
+    return measure_coherence(groups, None, judged=judged, real=reference, training=training, block_size=4)
 
 
 def texts(model, prompts, new_tokens, rule, **more):
