@@ -114,7 +114,7 @@ def plan_cells(config: SweepConfig, models: Sequence[Model], pack_block_size: in
         )
         for label, arguments in sampler_settings(config, model.block_size):
             command = ["measure", "part=samples", *base, *judged, *config.measure, *arguments]
-            name = f"samples-{model.label}-{label}"
+            name = f"samples-{model.label}-{label.replace(' ', '-')}"
             found = _cell(config, name, Kind.samples, command, needs=sorted({*needs, *judge_needs}), model=model.label)
             found.sampler = label
             cells.append(found)
@@ -131,18 +131,19 @@ def sampler_settings(config: SweepConfig, block_size: int) -> list[tuple[str, li
 
     At block size 1 all rules draw the same way, so there is one setting.
     """
-    settings = [("one-by-one", ["sampler.rule=first_hitting"])]
+    settings = [("one by one", ["sampler.rule=first_hitting"])]
     if block_size == 1:
         return settings
     for steps in config.steps:
         if steps < block_size:
-            settings.append((f"{steps}-steps", ["sampler.rule=ancestral", f"sampler.steps={steps}"]))
+            label = "1 step" if steps == 1 else f"{steps} steps"
+            settings.append((label, ["sampler.rule=ancestral", f"sampler.steps={steps}"]))
     for threshold in config.threshold:
         arguments = ["sampler.rule=confidence", f"sampler.threshold={threshold}"]
-        settings.append((f"threshold-{threshold:g}", arguments))
+        settings.append((f"threshold {threshold:g}", arguments))
     for text in config.samplers:
         arguments = [a if a.startswith("sampler.") else f"sampler.{a}" for a in text.split()]
-        settings.append(("-".join(a.partition("=")[2] for a in arguments), arguments))
+        settings.append((" ".join(a.partition("=")[2] for a in arguments), arguments))
     return settings
 
 

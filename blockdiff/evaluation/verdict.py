@@ -111,7 +111,7 @@ def _column(texts: list[dict[str, float]], key: str) -> NDArray[np.float64]:
 
 
 def _name(choice: Choice) -> str:
-    return f"block size {choice.row.model.block_size}, {choice.row.sampler.replace('-', ' ')}"
+    return f"block size {choice.row.model.block_size}, {choice.row.sampler}"
 
 
 def _cost(choice: Choice) -> str:

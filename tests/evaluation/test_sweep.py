@@ -56,8 +56,8 @@ def coherence(nats, repeated=0.1, entropy=5.0):
     }
 
 
-NATS = {"b1": 2.0, "b4-one-by-one": 2.01, "b4-1-steps": 2.5}
-SPEED = {"b1": 100.0, "b4-one-by-one": 90.0, "b4-1-steps": 400.0}
+NATS = {"b1": 2.0, "b4-one by one": 2.01, "b4-1 step": 2.5}
+SPEED = {"b1": 100.0, "b4-one by one": 90.0, "b4-1 step": 400.0}
 
 
 def speed(rate):
@@ -155,7 +155,7 @@ def test_the_plan_is_ordinary_commands_in_order(tmp_path):
         "samples-b1-one-by-one",
         "likelihood-b4",
         "samples-b4-one-by-one",
-        "samples-b4-1-steps",
+        "samples-b4-1-step",
     ]
     last = cells[-1]
     assert last.needs == ["train-b1", "train-b4"]  # its own model, and the judge
@@ -176,9 +176,9 @@ def test_mismatched_block_sizes_are_asked_for_and_marked(tmp_path):
 
 def test_sampler_settings_of_a_block_size():
     config = SweepConfig(steps=[1, 4, 8], threshold=[0.9], samplers=["rule=entropy_bound entropy_bound=0.5"])
-    assert [label for label, _ in sampler_settings(config, 1)] == ["one-by-one"]
+    assert [label for label, _ in sampler_settings(config, 1)] == ["one by one"]
     labels = [label for label, _ in sampler_settings(config, 8)]
-    assert labels == ["one-by-one", "1-steps", "4-steps", "threshold-0.9", "entropy_bound-0.5"]
+    assert labels == ["one by one", "1 step", "4 steps", "threshold 0.9", "entropy_bound 0.5"]
     assert sampler_settings(config, 8)[-1][1] == ["sampler.rule=entropy_bound", "sampler.entropy_bound=0.5"]
 
 
@@ -213,7 +213,7 @@ def test_a_failing_cell_takes_only_what_needs_it(tmp_path):
         "train-b4",
         "likelihood-b4",
         "samples-b4-one-by-one",
-        "samples-b4-1-steps",
+        "samples-b4-1-step",
         "samples-b1-one-by-one",
     }
     page = write_report(config, models(), outcomes).html.read_text()
@@ -277,10 +277,10 @@ def test_the_report_holds_the_cells_numbers(tmp_path):
     assert found["speed"][2][3] == "400 (360 to 440)"
     assert "To &lt;be&gt;" in page
     markdown = written.markdown.read_text()
-    assert "| b4 | 1-steps | 1 | 400 (360 to 440) |" in markdown
+    assert "| b4 | 1 step | 1 | 400 (360 to 440) |" in markdown
     with written.csv.open() as file:
         flat = list(csv.DictReader(file))
-    assert [row["sampler"] for row in flat] == ["one-by-one", "one-by-one", "1-steps"]
+    assert [row["sampler"] for row in flat] == ["one by one", "one by one", "1 step"]
     assert float(flat[2]["prompted_judge_nats_value"]) == 2.5
     assert float(flat[2]["border_jump_value"]) == pytest.approx(0.5)
     assert all(path.stat().st_size > 5000 for path in written.plots)
@@ -293,7 +293,7 @@ def test_plots_by_their_data(tmp_path):
     assert (one.label, four.label) == ("b1", "b4")
     assert four.x == [90.0, 400.0]
     assert four.y == pytest.approx([np.exp(2.01), np.exp(2.5)])
-    assert four.names == ["one-by-one", "1-steps"]
+    assert four.names == ["one by one", "1 step"]
     bound, true = likelihood(study)
     assert bound.x == true.x == [1.0, 4.0]
     assert bound.y == [1.0, 1.0]
@@ -308,15 +308,15 @@ def test_the_verdict_names_the_fastest_within_the_constraint(tmp_path):
     assert "block size 4, one by one" in text  # one step is faster, but 65 % above
     assert "0.90×" in text
     assert "+1.0%" in text
-    assert "block size 4, 1 steps, 4.00× faster" in verdict(study, 1.0)
+    assert "block size 4, 1 step, 4.00× faster" in verdict(study, 1.0)
     assert "No setting stays within 0%" in verdict(study, 0.0)
 
 
 def test_a_repetitive_sampler_is_never_recommended(tmp_path):
-    loops = {"b1": 2.0, "b4-one-by-one": 2.3, "b4-1-steps": 0.5}
+    loops = {"b1": 2.0, "b4-one by one": 2.3, "b4-1 step": 0.5}
 
     def make(cell):
-        return numbers_of(cell, loops, **({"repeated": 0.9} if cell.sampler == "1-steps" else {}))
+        return numbers_of(cell, loops, **({"repeated": 0.9} if cell.sampler == "1 step" else {}))
 
     config, outcomes = done(tmp_path, Worker(make=make))
     study = collect(models(), outcomes)
