@@ -5,7 +5,7 @@
     python benchmarks/training.py --device cuda --dtype bfloat16 --models small --tokens 32768
 
 Useful work is that of the matrix products of both streams, forward and backward, of the head on masked positions and of
-attention on permitted pairs (`blockdiff.evaluation.compute`). Its share is of the machine's own rate of matrix products
+attention on permitted pairs (`blockdiff.model.compute`). Its share is of the machine's own rate of matrix products
 at the layers' shapes, measured in the same run. The autoregressive row is the same network on one causal stream, with
 the head on every position. Each row runs in a process of its own, so that its memory is its own; times are medians.
 """
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
 from blockdiff.core.objective import weighted_nll
-from blockdiff.evaluation.compute import training_flops
 from blockdiff.model.attention import Backend
+from blockdiff.model.compute import training_flops
 from blockdiff.model.denoiser import Denoiser, ModelConfig
 from blockdiff.model.layers import rotary_angles
 
