@@ -3,12 +3,12 @@
     python benchmarks/optimizers.py
     python benchmarks/optimizers.py --bounds 5.0 4.5 --seeds 0 1 2 --threads 1 data=text data.files=kjv.txt model=tiny
 
-Each run is one of the trainer's own, of the default config and of what `key=value` says, with the learning rate constant
-after its warm-up and falling to nothing over the last third. Steps and seconds are read from its metrics.csv: seconds
-of training alone, without start, validation and saving. A bound is reached at the first validation that shows it.
-Learning rates are those of all weights: under Muon the parts that AdamW keeps follow the same one.
+Each run is one of the trainer's own, of the default config and of what `key=value` says. Its learning rate is constant
+after the warm-up and falls to nothing over the last third. Steps and seconds are read from its metrics.csv: seconds of
+training alone, without start, validation and saving. A bound is reached at the first validation that shows it. Learning
+rates are those of all weights: under Muon the parts that AdamW keeps follow the same one.
 
-Six runs of 300 steps. With --run-root their directories stay, and the same command goes on after a kill.
+With --run-root the runs' directories stay, and the same command goes on after a kill.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     console = Console(width=120)
     console.print(
-        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}; {options.steps} steps, validation "
-        f"every {options.every}; {' '.join(options.overrides)}",
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}; {options.steps} steps, "
+        f"validation every {options.every}; {' '.join(options.overrides)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adamw", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="learning rates")
     parser.add_argument("--muon", type=float, nargs="+", default=[2.5e-3, 5e-3, 1e-2], help="learning rates")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--bounds", type=float, nargs="+", help="nats per token; default: the best that AdamW ends with")
+    parser.add_argument("--bounds", type=float, nargs="+", help="in nats; default: the best that AdamW ends with")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--warmup", type=int, default=30, help="steps")
     parser.add_argument("--every", type=int, default=20, help="steps between validations")
