@@ -13,7 +13,8 @@ with the head on every position.
 A machine that others use is never twice as fast as it was, so what is compared is measured in turn, in one process:
 products, step, products, autoregressive step, and so on. Each step counts against the products and the autoregressive
 steps just before and after it; shown are medians, with quartiles in brackets. Each row has a process of its own, and
-its peak memory is read before anything but its own step has run.
+its peak memory is read before anything but its own step has run. Compiled layers count against autoregressive steps of
+eager ones too, whose graphs would mix with theirs; their own ratio is that of two rows.
 """
 
 from __future__ import annotations
@@ -186,32 +187,35 @@ def measure(row: Row) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(denoiser.parameters(), lr=1e-4, fused=True)
     x0_BL = torch.randint(0, row.vocab_size, (row.windows, row.seq_len), device=device)
 
-    def stepper(loss: Callable[[Denoiser, Tensor, Row, int], Tensor]) -> Callable[[int], float]:
-        def seconds(number: int) -> float:
-            wait(device)
-            began = time.perf_counter()
-            with torch.autocast(row.device, torch.bfloat16, enabled=row.dtype == "bfloat16"):
-                value = loss(denoiser, x0_BL, row, number)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            wait(device)
-            return time.perf_counter() - began
+    def seconds(loss: Callable[[Denoiser, Tensor, Row, int], Tensor], number: int) -> float:
+        wait(device)
+        began = time.perf_counter()
+        with torch.autocast(row.device, torch.bfloat16, enabled=row.dtype == "bfloat16"):
+            value = loss(denoiser, x0_BL, row, number)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait(device)
+        return time.perf_counter() - began
 
-        return seconds
+    def own(number: int) -> float:
+        return seconds(diffusion_step if row.block_size else autoregressive_step, number)
 
-    products, attention = work(config, row)
-    own = stepper(diffusion_step if row.block_size else autoregressive_step)
+    def yardstick(number: int) -> float:
+        with torch.compiler.set_stance("force_eager"):
+            return seconds(autoregressive_step, number)
+
     for number in range(WARM_UP):
         own(number)
     memory = peak_memory(device)
+    products, attention = work(config, row)
     dtype = torch.bfloat16 if row.dtype == "bfloat16" else torch.float32
     streams = row.views + 1 if row.block_size else 1
     rows = streams * x0_BL.numel()
     round_ = ProductRound(products, windows=row.windows, rows=rows, device=device, dtype=dtype)
     flops = row.windows * (round_.flops + attention)
-    yardstick = stepper(autoregressive_step) if row.block_size else None
-    return in_turn(own, yardstick, round_, flops, row.repeats) | {"flops": flops, "memory": memory}
+    compared = yardstick if row.block_size or row.compiled else None
+    return in_turn(own, compared, round_, flops, row.repeats) | {"flops": flops, "memory": memory}
 
 
 def in_turn(
