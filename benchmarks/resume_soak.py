@@ -29,7 +29,7 @@ from rich.table import Table
 
 from blockdiff.training.checkpoints import newest_valid
 from blockdiff.training.durable import TEMPORARY
-from blockdiff.training.metrics import read_rows
+from blockdiff.training.metrics import CLOCKED, read_rows
 
 ROOT = Path(__file__).parent.parent
 MAX_STEPS, CHECKPOINT_EVERY, MOST_STEPS = 400, 5, 15
@@ -153,7 +153,7 @@ def pieces(directory: Path) -> Iterator[tuple[str, bytes]]:
     assert newest.step == MAX_STEPS
     yield from leaves("checkpoint", torch.load(newest.path, weights_only=True))
     for row in read_rows(directory):
-        yield f"row {row['step']:.0f}", repr({k: v for k, v in row.items() if k != "tokens_per_second"}).encode()
+        yield f"row {row['step']:.0f}", repr({k: v for k, v in row.items() if k not in CLOCKED}).encode()
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, bytes]]:

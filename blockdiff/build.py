@@ -19,6 +19,7 @@ from blockdiff.data.loader import Batch, accumulation_of, train_loader, val_load
 from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import PreparedData, prepare
 from blockdiff.data.tokenizer import Tokenizer
+from blockdiff.model.compute import training_flops, training_products
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.records import dump_yaml, from_plain, read_yaml, to_plain
 from blockdiff.training.agreement import is_lost_process
@@ -43,6 +44,7 @@ from blockdiff.training.run_directory import (
 )
 from blockdiff.training.saving import DurableCheckpointIO, Saver, describe_last_good
 from blockdiff.training.trainer import build_trainer, is_first_process, resolve_precision, was_launched_by_another
+from blockdiff.training.utilisation import Utilisation
 
 if TYPE_CHECKING:
     from blockdiff.config import TrainConfig
@@ -211,8 +213,19 @@ def _border(run: Run, saver: Saver, val_windows: PackedDataset) -> StepBorder:
         block_size=config.block_size,
         bytes_per_token=run.prepared.manifest["bytes_per_token"],
         val_batches=val_batches,
+        utilisation=_utilisation(config, run.prepared.tokenizer.vocab_size),
         outputs=outputs,
         preview=run.preview,
+    )
+
+
+def _utilisation(config: TrainConfig, vocab_size: int) -> Utilisation:
+    window = (config.model, vocab_size, config.seq_len, config.block_size, config.noise)
+    return Utilisation(
+        config.trainer,
+        training_products(*window),
+        config.data.global_batch_size * training_flops(*window),
+        config.data.micro_batch_size,
     )
 
 

@@ -20,7 +20,6 @@ from blockdiff.core.blocks import check_block_size
 from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import PreparedData, prepare
 from blockdiff.data.sources import Source
-from blockdiff.evaluation.compute import training_flops
 from blockdiff.evaluation.config import BLOCK_SIZES, HF_PREFIX, Budget, SweepConfig
 from blockdiff.evaluation.judge import DenoiserJudge, Judge
 from blockdiff.evaluation.measure import (
@@ -40,6 +39,7 @@ from blockdiff.evaluation.sweep import (
 )
 from blockdiff.evaluation.text_judge import TextJudge
 from blockdiff.evaluation.windows import common_block_size
+from blockdiff.model.compute import training_flops
 from blockdiff.model.pretrained import check_directory, load_pretrained
 from blockdiff.records import from_plain, read_yaml, to_plain
 from blockdiff.training.durable import HashingFile, write_durably, write_text_durably

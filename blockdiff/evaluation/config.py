@@ -111,7 +111,7 @@ class Budget(Enum):
     tokens = "tokens"
     """Equally many windows."""
     compute = "compute"
-    """Equally many floating-point operations, those of the smallest block size (`blockdiff.evaluation.compute`)."""
+    """Equally many floating-point operations, those of the smallest block size (`blockdiff.model.compute`)."""
 
 
 @dataclass

@@ -28,6 +28,7 @@ from blockdiff.training.module import DiffusionModule
 from blockdiff.training.report import write_samples
 from blockdiff.training.saving import Saver, describe_last_good
 from blockdiff.training.signals import StopRequest
+from blockdiff.training.utilisation import Utilisation
 from blockdiff.training.validation import validation_sums
 
 if TYPE_CHECKING:
@@ -61,11 +62,11 @@ class Pace:
     _since: float = field(default_factory=time.perf_counter)
 
     def lap(self, tokens: int) -> float:
-        """Counts tokens since the last lap; returns tokens a second of this lap."""
-        seconds = time.perf_counter() - self._since
+        """Counts tokens since the last lap; returns the seconds of this lap."""
+        seconds = max(time.perf_counter() - self._since, 1e-9)
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         self._since += seconds
-        return tokens / max(seconds, 1e-9)
+        return seconds
 
     def skip(self, seconds: float) -> None:
         """Leaves out a pause within the lap."""
@@ -83,21 +84,23 @@ class StepBorder(L.Callback):
         block_size: int,
         bytes_per_token: float,
         val_batches: Callable[[int, int], Iterable[Batch]],
+        utilisation: Utilisation,
         outputs: Outputs | None,
         preview: Preview | None,
     ) -> None:
-        """Args: rhythm, saver, S, bytes a validation token stands for, (rank, processes) -> batches, outputs, preview.
+        """Args: rhythm, saver, S, bytes a validation token stands for, (rank, processes) -> batches, MFU, outputs,
+        preview.
 
         Where the weights are split, all processes must draw a preview together; elsewhere the first does it alone.
         """
         self.config, self.saver, self.outputs = config, saver, outputs
         self.block_size, self.bytes_per_token = block_size, bytes_per_token
-        self._make_val_batches = val_batches
+        self._make_val_batches, self._utilisation = val_batches, utilisation
         self._preview = preview if outputs or config.strategy is Strategy.fsdp else None
         self.stop = StopRequest()
         self.pace = Pace()
         self._val_batches: Iterable[Batch] = ()
-        self._seen, self._saved_at = 0, time.monotonic()
+        self._seen, self._reported, self._saved_at = 0, 0, time.monotonic()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         assert isinstance(module, DiffusionModule)
@@ -113,9 +116,12 @@ class StepBorder(L.Callback):
         self._val_batches = self._make_val_batches(trainer.global_rank, trainer.world_size)
         # Taken from Lightning, which would end the run in the middle of an accumulated step.
         self.stop.listen()
-        self.pace, self._saved_at = Pace(), time.monotonic()
+        unknown = self._utilisation.begin(trainer)
         if self.outputs:
             self.outputs.display.start(module.step, module.max_steps)
+            if unknown:
+                self.outputs.display.note(unknown)
+        self.pace, self._saved_at = Pace(), time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -162,7 +168,12 @@ class StepBorder(L.Callback):
         module.meter.reset()
         train_column = "train/nelbo" if module.noise.is_bound else "train/loss"
         row = {"step": module.step, train_column: nats / max(tokens, 1), "lr": module.learning_rate}
-        row["tokens_per_second"] = self.pace.lap(round(tokens))
+        seconds = self.pace.lap(round(tokens))
+        row["tokens_per_second"] = tokens / seconds
+        mfu = self._utilisation.of(self._seen - self._reported, seconds)
+        self._reported = self._seen
+        if mfu is not None:
+            row["mfu"] = mfu
         began = time.perf_counter()
         if validate:
             bound = self._validate(trainer, module)

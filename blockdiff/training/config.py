@@ -119,6 +119,8 @@ class TrainerConfig:
             bf16-mixed.
         accelerator: auto | cpu | gpu, or another that Lightning knows.
         compile: compile the layers with torch.compile: worth its start-up time on CUDA only.
+        peak_tflops: TFLOP/s that one device can do at best in this precision, for MFU; None: as its maker states, on a
+            CPU as measured at launch.
     """
 
     max_steps: int = 2000
@@ -139,6 +141,7 @@ class TrainerConfig:
     precision: str = "auto"
     accelerator: str = "auto"
     compile: bool = False
+    peak_tflops: float | None = None
 
     def check(self) -> None:
         """Raises a ValueError that names key, value and rule."""
@@ -150,6 +153,8 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 0")
         if not self.timeout_seconds > 0:
             raise ValueError(f"trainer.timeout_seconds={self.timeout_seconds} must be positive")
+        if self.peak_tflops is not None and not (self.peak_tflops > 0 and math.isfinite(self.peak_tflops)):
+            raise ValueError(f"trainer.peak_tflops={self.peak_tflops} must be positive, or null to find it out")
         if self.strategy is Strategy.fsdp and self.precision == "64-true":
             raise ValueError("trainer.precision=64-true does not go with trainer.strategy=fsdp: use ddp, or 32-true")
         if self.val_samples is not None and self.val_samples < 1:

@@ -21,7 +21,7 @@ PLAIN_SECONDS = 20.0
 
 
 class Display:
-    """Loss, validation bound, tokens a second and the time left."""
+    """Loss, validation bound, tokens a second, MFU and the time left."""
 
     def __init__(self, console: Console, train_column: str) -> None:
         """Args: where to print, and the metric that is the training loss."""
@@ -61,7 +61,9 @@ class Display:
         if validated:
             self._facts["val"] = f"val {row['val/nelbo']:.3f}±{row['val/nelbo_se']:.3f}"
         self._facts["speed"] = f"{row['tokens_per_second']:,.0f} tokens/s"
-        facts = "  ".join(self._facts[key] for key in ("loss", "val", "speed") if key in self._facts)
+        if "mfu" in row:
+            self._facts["mfu"] = f"MFU {row['mfu']:.1%}"
+        facts = "  ".join(self._facts[key] for key in ("loss", "val", "speed", "mfu") if key in self._facts)
         if self._progress is not None:
             self._progress.update(self._task, facts=facts)
         elif validated or time.monotonic() - self._last_line >= PLAIN_SECONDS:

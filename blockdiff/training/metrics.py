@@ -15,7 +15,9 @@ from pathlib import Path
 from blockdiff.training.durable import write_text_durably
 
 NAME = "metrics.csv"
-COLUMNS = ("step", "train/nelbo", "val/nelbo", "val/nelbo_se", "val/bits_per_byte", "lr", "tokens_per_second")
+COLUMNS = ("step", "train/nelbo", "val/nelbo", "val/nelbo_se", "val/bits_per_byte", "lr", "tokens_per_second", "mfu")
+CLOCKED = ("tokens_per_second", "mfu")
+"""What a clock measures: all other columns are the same in a run that was killed and one that was not."""
 LOSS_COLUMN = "train/loss"
 """Takes the place of train/nelbo where the training loss is no bound (clipped noise)."""
 

@@ -8,17 +8,13 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from models import tiny
 
-from blockdiff.core.corruption import CorruptionKind, NoiseConfig
-from blockdiff.evaluation.compute import masked_share, training_flops
 from blockdiff.evaluation.config import SweepConfig
 from blockdiff.evaluation.plots import likelihood, positions, tradeoff
 from blockdiff.evaluation.report import write_report
 from blockdiff.evaluation.study import collect
 from blockdiff.evaluation.sweep import Kind, Model, plan_cells, run_cells, sampler_settings
 from blockdiff.evaluation.verdict import choose, verdict
-from blockdiff.model.denoiser import ModelConfig
 from blockdiff.training import loggers
 
 
@@ -345,23 +341,6 @@ def test_plots_go_to_wandb_only(monkeypatch, tmp_path):
     monkeypatch.setattr(loggers, "WandbLogger", Wandb)
     loggers.log_plots([Wandb(), object()], [tmp_path / "likelihood.png"])
     assert shown == {"likelihood": [str(tmp_path / "likelihood.png")]}
-
-
-def test_operations_match_a_count_of_products():
-    config = ModelConfig(layers=3, width=16, heads=2, mlp_width=24)
-    model = tiny()
-    model = type(model)(config, 7)
-    matrices = [w for n, w in model.layers[0].named_parameters() if w.dim() == 2]
-    per_token = 2 * sum(w.numel() for w in matrices)
-    kv, length, size = 2 * 16 * 2 * 16, 8, 4
-    masked = length * (1 + 2 + 3 + 4) / 4 / size
-    products = 2 * (2 * length) * per_token + 2 * length * kv + masked * (per_token - kv + 2 * 16 * 7)
-    clean = sum(range(1, length + 1))
-    noisy = sum(i // size * size + size for i in range(length))
-    flops = training_flops(config, 7, length, size, NoiseConfig(count_power=0.0))
-    assert flops == pytest.approx(3 * (products + 4 * 16 * (3 * noisy + 2 * clean)))
-    assert masked_share(NoiseConfig(), 1) == 1
-    assert masked_share(NoiseConfig(corruption=CorruptionKind.bernoulli), 4) == 0.5
 
 
 def test_config_rules_are_named():

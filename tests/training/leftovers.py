@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from blockdiff.training.checkpoints import list_checkpoints, manifest_path
-from blockdiff.training.metrics import read_rows
+from blockdiff.training.metrics import CLOCKED, read_rows
 
 
 def assert_same(one: Any, other: Any, where: str = "") -> None:
@@ -35,7 +35,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
 
 def curves(directory: Path) -> list[dict[str, float]]:
     """A run's rows without what a clock measured."""
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in read_rows(directory)]
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_rows(directory)]
 
 
 def as_if_killed_after(directory: Path, step: int, copy: Path) -> None:

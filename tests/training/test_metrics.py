@@ -24,8 +24,9 @@ def write(directory: Path, start_step: int, rows: list[dict[str, float]]) -> byt
 
 def test_header_and_cells(tmp_path: Path) -> None:
     text = write(tmp_path, 0, ROWS).decode()
-    assert text.splitlines()[0] == "step,train/nelbo,val/nelbo,val/nelbo_se,val/bits_per_byte,lr,tokens_per_second"
-    assert text.splitlines()[2] == "2,0.3333333333333333,3.0,0.0,,0.1,7.5"
+    header = "step,train/nelbo,val/nelbo,val/nelbo_se,val/bits_per_byte,lr,tokens_per_second,mfu"
+    assert text.splitlines()[0] == header
+    assert text.splitlines()[2] == "2,0.3333333333333333,3.0,0.0,,0.1,7.5,"
     assert read_rows(tmp_path) == ROWS
 
 

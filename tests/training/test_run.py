@@ -289,6 +289,7 @@ def test_other_loggers_get_the_same_figures(
         ({"trainer__precision": "bf16"}, "trainer.precision=bf16 must be one of"),
         ({"trainer__val_views": 1}, "trainer.val_views=1 must be at least 2"),
         ({"trainer__devices": "two"}, "trainer.devices=two must be a number"),
+        ({"trainer__peak_tflops": 0.0}, "trainer.peak_tflops=0.0 must be positive, or null"),
         ({"trainer__timeout_seconds": 0}, "trainer.timeout_seconds=0 must be positive"),
         ({"trainer__strategy": Strategy.fsdp, "trainer__precision": "64-true"}, "does not go with"),
         ({"trainer__strategy": Strategy.fsdp, "optimizer__name": OptimizerName.muon}, "muon needs whole matrices"),
@@ -322,13 +323,14 @@ def test_terminal_display_shows_loss_bound_speed_and_time() -> None:
     display = Display(Console(file=out, force_terminal=True, width=140), "train/nelbo")
     display.start(2, 10)
     display.advance(5)
-    display.show({"step": 5, "train/nelbo": 3.25, "val/nelbo": 3.5, "val/nelbo_se": 0.01, "tokens_per_second": 1234.5})
+    row = {"step": 5, "train/nelbo": 3.25, "val/nelbo": 3.5, "val/nelbo_se": 0.01, "tokens_per_second": 1234.5}
+    display.show(row | {"mfu": 0.412})
     display.note("careful [now]")
     display.preview(5, "bell\x07 and escape\x1b[31m\n\ttab [x]")
     display.stop()
     display.stop()
     text = out.getvalue()
-    for shown in ("train 3.250", "val 3.500±0.010", "1,234 tokens/s", "left", "5/10", "careful [now]"):
+    for shown in ("train 3.250", "val 3.500±0.010", "1,234 tokens/s", "MFU 41.2%", "left", "5/10", "careful [now]"):
         assert shown in text
     assert "bell\N{REPLACEMENT CHARACTER} and escape\N{REPLACEMENT CHARACTER}[31m" in text
     assert "\x07" not in text
