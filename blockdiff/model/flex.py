@@ -1,6 +1,7 @@
 """FlexAttention: its block masks, worked out tile by tile, and its kernel.
 
-Legend: B batch, K noisy views, L seq_len, S block size, T = (K + 1)·L tokens of all streams, Q query tiles, P key tiles.
+Legend: B batch, K noisy views, L seq_len, S block size, T = (K + 1)·L tokens of all streams, Q query tiles,
+P key tiles.
 
 FlexAttention skips tiles of 128 × 128 pairs without an allowed one, and asks the mask only in tiles that are not wholly
 allowed. PyTorch finds out which is which by writing down every pair, 2L × 2L of them; here it follows from where a tile

@@ -118,7 +118,7 @@ class TrainerConfig:
         precision: auto (bf16-mixed on CUDA devices that have it, else 32-true) | 32-true | 64-true |
             bf16-mixed.
         accelerator: auto | cpu | gpu, or another that Lightning knows.
-        compile: compile the layers with torch.compile: worth its start-up time on CUDA only.
+        compile: compile the layers with torch.compile. None: on CUDA, where it is worth its start-up time.
     """
 
     max_steps: int = 2000
@@ -138,7 +138,7 @@ class TrainerConfig:
     timeout_seconds: float = 1800.0
     precision: str = "auto"
     accelerator: str = "auto"
-    compile: bool = False
+    compile: bool | None = None
 
     def check(self) -> None:
         """Raises a ValueError that names key, value and rule."""
