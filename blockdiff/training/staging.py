@@ -63,13 +63,15 @@ def noise_batch(batch: Batch, key: NoiseKey, noise: NoiseConfig, *, block_size: 
 
 def send(batch: NoisedBatch, device: torch.device) -> NoisedBatch:
     """The batch on a device. CUDA copies from pinned memory in its own time, and the host goes on."""
-    tensors = (batch.xt_BKL, batch.chosen_M, batch.weight_M, batch.counted)
+    xt_BKL, chosen_M, weight_M, counted = (
+        _send(x, device) for x in (batch.xt_BKL, batch.chosen_M, batch.weight_M, batch.counted)
+    )
     clean = Batch(*(_send(x, device) for x in batch.clean))
-    return NoisedBatch(clean, *(_send(x, device) for x in tensors), batch.layout)
+    return NoisedBatch(clean, xt_BKL, chosen_M, weight_M, counted, batch.layout)
 
 
 def _send(x: Tensor, device: torch.device) -> Tensor:
     on_cuda = device.type == "cuda"
-    if on_cuda and torch.cuda.is_available():
+    if on_cuda and x.device.type == "cpu":
         x = x.pin_memory()  # does nothing where the loader has pinned it already
     return x.to(device, non_blocking=on_cuda)
