@@ -37,13 +37,16 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
+from blockdiff.core.corruption import NoiseConfig, NoiseKey
 from blockdiff.core.objective import weighted_nll
+from blockdiff.data.batch import Batch
 from blockdiff.model.attention import Backend
+from blockdiff.model.compilation import compile_layers
 from blockdiff.model.compute import Product, attention_flops, training_products
 from blockdiff.model.denoiser import Denoiser, ModelConfig
 from blockdiff.model.layers import rotary_angles
 from blockdiff.model.rate import ProductRound, wait
+from blockdiff.training.staging import noise_batch, send
 
 AUTOREGRESSIVE = 0
 """Stands for the yardstick where a block size is expected."""
@@ -182,10 +185,9 @@ def measure(row: Row) -> dict[str, Any]:
     device, config = torch.device(row.device), row.config
     denoiser = Denoiser(config, row.vocab_size).to(device)
     if row.compiled:
-        for layer in denoiser.layers:
-            layer.compile()
+        compile_layers(denoiser)
     optimizer = torch.optim.AdamW(denoiser.parameters(), lr=1e-4, fused=True)
-    x0_BL = torch.randint(0, row.vocab_size, (row.windows, row.seq_len), device=device)
+    x0_BL = torch.randint(0, row.vocab_size, (row.windows, row.seq_len))  # where a loader leaves it
 
     def seconds(loss: Callable[[Denoiser, Tensor, Row, int], Tensor], number: int) -> float:
         wait(device)
@@ -244,19 +246,21 @@ def in_turn(
 
 def diffusion_step(denoiser: Denoiser, x0_BL: Tensor, row: Row, number: int) -> Tensor:
     """The loss of one step as `blockdiff.training.module` takes it."""
-    noise = NoiseConfig(views=row.views)
-    key = NoiseKey(0, number, torch.arange(len(x0_BL), device=x0_BL.device), len(x0_BL))
-    counted_BL = torch.ones_like(x0_BL, dtype=torch.bool)
-    noised = corrupt(x0_BL, counted_BL, block_size=row.block_size, mask_id=denoiser.mask_id, noise=noise, key=key)
-    chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
-    weight_M = noised.weight_BKL.flatten()[chosen_M] / (x0_BL.numel() * row.views)
-    plan = denoiser.plan(torch.zeros_like(x0_BL), row.block_size, row.views)
-    return denoiser.weighted_nll(noised.xt_BKL, x0_BL, plan, chosen_M, weight_M)[0]
+    noise, rows_B = NoiseConfig(views=row.views), torch.arange(len(x0_BL))
+    document_BL, count = torch.zeros_like(x0_BL), torch.tensor(x0_BL.numel())
+    batch = Batch(x0_BL, document_BL, document_BL == 0, rows_B, rows_B, torch.tensor(number), count)
+    key = NoiseKey(0, number, rows_B, len(x0_BL))
+    noised = noise_batch(batch, key, noise, block_size=row.block_size, mask_id=denoiser.mask_id)
+    noised = send(noised, denoiser.embedding.weight.device)
+    clean = noised.clean
+    plan = denoiser.plan(clean.document_BL, row.block_size, row.views, noised.layout)
+    nats, _ = denoiser.weighted_nll(noised.xt_BKL, clean.tokens_BL, plan, noised.chosen_M, noised.weight_M)
+    return nats / (clean.global_count * row.views)
 
 
 def autoregressive_step(denoiser: Denoiser, x0_BL: Tensor, row: Row, number: int) -> Tensor:
     """The loss of a next-token step of the same network: one causal stream, the head on every position."""
-    config = denoiser.config
+    config, x0_BL = denoiser.config, x0_BL.to(denoiser.embedding.weight.device)
     position_L = torch.arange(x0_BL.shape[1], device=x0_BL.device)
     cos, sin = rotary_angles(position_L, config.dim_per_head, config.rope_theta, denoiser.embedding.weight.dtype)
 

@@ -19,6 +19,7 @@ from blockdiff.data.loader import Batch, accumulation_of, train_loader, val_load
 from blockdiff.data.packing import PackedDataset
 from blockdiff.data.prepare import PreparedData, prepare
 from blockdiff.data.tokenizer import Tokenizer
+from blockdiff.model.compilation import compile_layers
 from blockdiff.model.compute import training_flops, training_products
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.records import dump_yaml, from_plain, read_yaml, to_plain
@@ -43,7 +44,13 @@ from blockdiff.training.run_directory import (
     choose_checkpoint,
 )
 from blockdiff.training.saving import DurableCheckpointIO, Saver, describe_last_good
-from blockdiff.training.trainer import build_trainer, is_first_process, resolve_precision, was_launched_by_another
+from blockdiff.training.trainer import (
+    build_trainer,
+    is_first_process,
+    resolve_compile,
+    resolve_precision,
+    was_launched_by_another,
+)
 from blockdiff.training.utilisation import Utilisation
 
 if TYPE_CHECKING:
@@ -289,9 +296,8 @@ def _module(run: Run) -> DiffusionModule:
     if resolve_precision(config.trainer) == "64-true":
         # Lightning loads a checkpoint before it converts the network: single precision would round the weights.
         module.double()
-    if config.trainer.compile:
-        for layer in denoiser.layers:
-            layer.compile()
+    if resolve_compile(config.trainer):
+        compile_layers(denoiser)
     return module
 
 

@@ -48,10 +48,13 @@ class _WeightedNLL(torch.autograd.Function):
         need_hidden, need_head = ctx.needs_input_grad[:2]
         grad_hidden_MD = torch.empty_like(hidden_MD) if need_hidden else None
         grad_head_VD = torch.zeros_like(head_VD) if need_head else None
+        product = _product_dtype(hidden_MD)
+        head = head_VD.to(product)
         nll_M = torch.empty(len(target_M), device=hidden_MD.device, dtype=_at_least_single(hidden_MD.dtype))
         for start in range(0, len(target_M), chunk):
             part = slice(start, start + chunk)
-            logits_mV = (hidden_MD[part] @ head_VD.T).to(nll_M.dtype)
+            hidden_mD = hidden_MD[part].to(product)
+            logits_mV = (hidden_mD @ head.T).to(nll_M.dtype)
             lse_m = logits_mV.logsumexp(-1)
             nll_M[part] = lse_m - logits_mV.gather(-1, target_M[part, None]).squeeze(-1)
             if grad_hidden_MD is None and grad_head_VD is None:
@@ -60,11 +63,15 @@ class _WeightedNLL(torch.autograd.Function):
             slope_mV = logits_mV.sub_(lse_m[:, None]).exp_()
             slope_mV.scatter_add_(-1, target_M[part, None], torch.full_like(lse_m, -1.0)[:, None])
             slope_mV.mul_(weight_M[part, None].to(slope_mV.dtype))
-            slope_mV = slope_mV.to(hidden_MD.dtype)
+            slope_mV = slope_mV.to(product)
             if grad_hidden_MD is not None:
-                grad_hidden_MD[part] = (slope_mV @ head_VD.to(slope_mV.dtype)).to(grad_hidden_MD.dtype)
-            if grad_head_VD is not None:
-                grad_head_VD.addmm_(slope_mV.T.to(head_VD.dtype), hidden_MD[part].to(head_VD.dtype))
+                grad_hidden_MD[part] = (slope_mV @ head).to(grad_hidden_MD.dtype)
+            if grad_head_VD is None:
+                continue
+            if product == head_VD.dtype:
+                grad_head_VD.addmm_(slope_mV.T, hidden_mD)
+            else:
+                grad_head_VD += slope_mV.T @ hidden_mD
         ctx.save_for_backward(grad_hidden_MD, grad_head_VD)
         ctx.mark_non_differentiable(nll_M)
         return (nll_M.double() * weight_M).sum().to(nll_M.dtype), nll_M
@@ -80,6 +87,12 @@ class _WeightedNLL(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _product_dtype(hidden_MD: Tensor) -> torch.dtype:
+    """What products are taken in. Autocast has no say over products that add up in place, and would leave them slow."""
+    kind = hidden_MD.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_MD.dtype
 
 
 def _at_least_single(dtype: torch.dtype) -> torch.dtype:

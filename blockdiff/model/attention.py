@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 from enum import Enum
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.core.masks import CleanAttention
+from blockdiff.model.flex import flex_attention, plan_flex
 from blockdiff.model.merged import merged_attention
-from blockdiff.model.plan import DualStreamPlan, FlexMasks, Group, plan_flex, plan_groups
+from blockdiff.model.plan import DualStreamPlan, Group, Layout, plan_groups
 
 
 class Backend(Enum):
@@ -49,11 +49,14 @@ def plan_dual_stream(
     clean_attention: CleanAttention = CleanAttention.causal,
     backend: Backend = Backend.sdpa,
     dtype: torch.dtype = torch.float32,
+    layout: Layout | None = None,
 ) -> DualStreamPlan:
     """The attention pattern of a batch for a backend; arguments as of `plan_groups`."""
     if backend is Backend.flex:
-        return plan_flex(document_BL, block_size, views=views, clean_attention=clean_attention)
-    return plan_groups(document_BL, block_size, views=views, clean_attention=clean_attention, dtype=dtype)
+        return plan_flex(document_BL, block_size, views=views, clean_attention=clean_attention, layout=layout)
+    return plan_groups(
+        document_BL, block_size, views=views, clean_attention=clean_attention, dtype=dtype, layout=layout
+    )
 
 
 def dual_stream_attention(
@@ -77,7 +80,8 @@ def dual_stream_attention(
         Of the queries' shape.
     """
     if plan.flex is not None:
-        return _flex(query_BHTE, key_BhTE, value_BhTE, plan.flex, noisy_only)
+        mask = plan.flex.noisy_only if noisy_only else plan.flex.both
+        return flex_attention(query_BHTE, key_BhTE, value_BhTE, mask)
     groups = plan.noisy if noisy_only else plan.noisy + plan.clean
     if query_BHTE.device.type == "cpu":
         return merged_attention(query_BHTE, key_BhTE, value_BhTE, groups)
@@ -89,10 +93,13 @@ def _one_call(query_BHTE: Tensor, key_BhTE: Tensor, value_BhTE: Tensor, group: G
     ranges = [keys for part in group.parts for keys in part.keys]
     query = query_BHTE[:, :, group.queries]
     keys, values = (torch.cat([x[:, :, r] for r in ranges], 2) for x in (key_BhTE, value_BhTE))
-    grouped = query.shape[1] != keys.shape[1]
-    if group.parts[0].causal:
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=_whole_bias(group), enable_gqa=grouped)
+    share, bias = query.shape[1] // keys.shape[1], _whole_bias(group)
+    if bias is None:
+        causal = group.parts[0].causal
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=causal, enable_gqa=share > 1)
+    # Of CUDA's kernels, that which takes a mask cannot share key-value heads, and the other would write out all pairs.
+    keys, values = (x.repeat_interleave(share, 1) if share > 1 else x for x in (keys, values))
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias)
 
 
 def _whole_bias(group: Group) -> Tensor | None:
@@ -147,17 +154,3 @@ def _flash(query_BHTE: Tensor, key_BhPE: Tensor, value_BhPE: Tensor) -> Tensor:
 
     out = flash_attn_func(*(x.transpose(1, 2) for x in (query_BHTE, key_BhPE, value_BhPE)))
     return out.transpose(1, 2)
-
-
-def _flex(query_BHTE: Tensor, key_BhTE: Tensor, value_BhTE: Tensor, masks: FlexMasks, noisy_only: bool) -> Tensor:
-    mask = masks.noisy_only if noisy_only else masks.both
-    grouped = query_BHTE.shape[1] != key_BhTE.shape[1]
-    return _flex_kernel(query_BHTE.device.type)(query_BHTE, key_BhTE, value_BhTE, block_mask=mask, enable_gqa=grouped)
-
-
-@functools.cache
-def _flex_kernel(device_type: str) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Uncompiled FlexAttention is a dense reference: right, and all that a CPU test needs.
-    return torch.compile(flex_attention, dynamic=False) if device_type == "cuda" else flex_attention

@@ -23,6 +23,7 @@ from blockdiff.core.objective import weighted_nll
 from blockdiff.model.attention import (
     Backend,
     DualStreamPlan,
+    Layout,
     dual_stream_attention,
     flash_available,
     plan_dual_stream,
@@ -151,8 +152,17 @@ class Denoiser(nn.Module):
 
     # Training: both streams in one pass.
 
-    def plan(self, document_BL: Tensor, block_size: int, views: int = 1) -> DualStreamPlan:
-        """Who sees whom in this batch, for `forward` and `weighted_nll`."""
+    def plan(
+        self, document_BL: Tensor, block_size: int, views: int = 1, layout: Layout | None = None
+    ) -> DualStreamPlan:
+        """Who sees whom in this batch, for `forward` and `weighted_nll`.
+
+        Args:
+            document_BL: document of each position, on the weights' device.
+            block_size: S.
+            views: K.
+            layout: of these documents, if it is known on the host; else the device is waited for.
+        """
         device = self.embedding.weight.device
         autocast = torch.is_autocast_enabled(device.type)
         return plan_dual_stream(
@@ -162,6 +172,7 @@ class Denoiser(nn.Module):
             clean_attention=self.config.clean_attention,
             backend=resolve_backend(self.config.attention, device),
             dtype=torch.get_autocast_dtype(device.type) if autocast else self.embedding.weight.dtype,
+            layout=layout,
         )
 
     def forward(self, xt_BKL: Tensor, x0_BL: Tensor, plan: DualStreamPlan, chosen_M: Tensor) -> Tensor:

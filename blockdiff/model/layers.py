@@ -19,6 +19,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _fuse(x: Tensor) -> bool:
     """Whether the hand-written derivatives of `blockdiff.model.fused` serve better than autograd's."""
+    if torch.compiler.is_compiling():  # the compiler fuses the plain formulas by itself
+        return False
     return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
@@ -175,9 +177,26 @@ class Layer(nn.Module):
         Returns:
             (B, Tq, D), or (M, D) where `chosen`.
         """
-        heads = attend(*self.attention.project(self.attention_norm(x_BTD), cos, sin, queries))
+        heads = attend(*self.before(x_BTD, cos, sin, queries))
         heads, x = heads.transpose(1, 2).flatten(2), take_tokens(x_BTD, queries)
-        if chosen is not None:
-            heads, x = heads.flatten(0, 1)[chosen], x.flatten(0, 1)[chosen]
+        if chosen is None:
+            return self.after(heads, x)
+        return self.after_chosen(heads.flatten(0, 1)[chosen], x.flatten(0, 1)[chosen])
+
+    # What comes before and after attention has names of its own, for `blockdiff.model.compilation` to compile.
+
+    def before(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, queries: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the residual stream: see `AttentionProjections.project`."""
+        return self.attention.project(self.attention_norm(x_BTD), cos, sin, queries)
+
+    def after(self, heads_BTC: Tensor, x_BTD: Tensor) -> Tensor:
+        """The residual stream after attention's output (B, T, H·E) and the MLP."""
+        return self._add(heads_BTC, x_BTD)
+
+    def after_chosen(self, heads_MC: Tensor, x_MD: Tensor) -> Tensor:
+        """As `after`, of chosen tokens, whose number changes from step to step."""
+        return self._add(heads_MC, x_MD)
+
+    def _add(self, heads: Tensor, x: Tensor) -> Tensor:
         x = x + self.attention.out(heads)
         return x + self.mlp(self.mlp_norm(x))

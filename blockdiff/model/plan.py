@@ -13,8 +13,9 @@ open.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,8 +76,33 @@ class DualStreamPlan:
     flex: FlexMasks | None = None
 
 
+class Layout(NamedTuple):
+    """What a plan must know of the documents before it can be laid out: plain numbers, none of them on a device.
+
+    Attributes:
+        single: whether every row is one document.
+        starts: for each position the earliest start of its document over the batch; empty where `single`.
+    """
+
+    single: bool
+    starts: Sequence[int] = ()
+
+
+def layout_of(document_BL: Tensor) -> Layout:
+    """The layout of a batch; waits for the device where the documents lie on one."""
+    if bool((document_BL == document_BL[:, :1]).all()):
+        return Layout(True)
+    return Layout(False, _document_starts(document_BL))
+
+
 def plan_groups(
-    document_BL: Tensor, block_size: int, *, views: int, clean_attention: CleanAttention, dtype: torch.dtype
+    document_BL: Tensor,
+    block_size: int,
+    *,
+    views: int,
+    clean_attention: CleanAttention,
+    dtype: torch.dtype,
+    layout: Layout | None = None,
 ) -> DualStreamPlan:
     """The plan for SDPA.
 
@@ -86,32 +112,49 @@ def plan_groups(
         views: K.
         clean_attention: what clean tokens see.
         dtype: of the additive masks: that of the queries.
+        layout: of these documents; None reads it from them, for which a device must be waited for.
     """
+    layout = layout or layout_of(document_BL)
     length = document_BL.shape[1]
-    single = is_single(document_BL)
-    builder = _Builder(document_BL[:1] if single else document_BL, block_size, views, clean_attention, dtype)
-    size = max(GROUP_TOKENS // block_size, 1) * block_size if block_size <= GROUP_TOKENS else GROUP_TOKENS
-    ranges = [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
-    if single:
-        noisy = [builder.noisy_group(view, queries) for view in range(views) for queries in ranges]
-        if clean_attention is CleanAttention.causal:
-            everything = slice(views * length, (views + 1) * length)
-            clean = [Group(everything, [Part([everything], causal=True)])]
-        else:
-            clean = [builder.clean_group(queries) for queries in ranges]
+    if layout.single:
+        where = str(document_BL.device)
+        return _plan_single(length, block_size, views, clean_attention, dtype, where, GROUP_TOKENS)
+    builder = _Builder(document_BL, block_size, views, clean_attention, dtype, document_BL.device)
+    ranges = _query_ranges(length, block_size, GROUP_TOKENS)
+    firsts = [layout.starts[queries.start] for queries in ranges]
+    # The views of a group share its mask, so they are built side by side and then put into the order of T.
+    table = [builder.packed_groups(q, first) for q, first in zip(ranges, firsts, strict=True)]
+    noisy = [groups[view] for view in range(views) for groups in table]
+    return DualStreamPlan(views, length, noisy, [groups[views] for groups in table])
+
+
+@functools.lru_cache(maxsize=16)
+def _plan_single(
+    length: int,
+    block_size: int,
+    views: int,
+    clean_attention: CleanAttention,
+    dtype: torch.dtype,
+    device: str,
+    group_tokens: int,
+) -> DualStreamPlan:
+    """Sequences of one document share their plan over all steps. Worked out on the CPU, whose answers cost nothing."""
+    document_1L = torch.zeros(1, length, dtype=torch.int32)
+    builder = _Builder(document_1L, block_size, views, clean_attention, dtype, torch.device(device))
+    ranges = _query_ranges(length, block_size, group_tokens)
+    noisy = [builder.noisy_group(view, queries) for view in range(views) for queries in ranges]
+    if clean_attention is CleanAttention.causal:
+        everything = slice(views * length, (views + 1) * length)
+        clean = [Group(everything, [Part([everything], causal=True)])]
     else:
-        starts_L = _document_starts(document_BL)
-        firsts = [starts_L[queries.start] for queries in ranges]
-        # The views of a group share its mask, so they are built side by side and then put into the order of T.
-        table = [builder.packed_groups(q, first) for q, first in zip(ranges, firsts, strict=True)]
-        noisy = [groups[view] for view in range(views) for groups in table]
-        clean = [groups[views] for groups in table]
+        clean = [builder.clean_group(queries) for queries in ranges]
     return DualStreamPlan(views, length, noisy, clean)
 
 
-def is_single(document_BL: Tensor) -> bool:
-    """Whether every row is one document."""
-    return bool((document_BL == document_BL[:, :1]).all())
+def _query_ranges(length: int, block_size: int, group_tokens: int) -> list[slice]:
+    """Groups of whole blocks, or parts of blocks larger than a group."""
+    size = max(group_tokens // block_size, 1) * block_size if block_size <= group_tokens else group_tokens
+    return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
 
 @dataclass
@@ -121,6 +164,7 @@ class _Builder:
     views: int
     clean_attention: CleanAttention
     dtype: torch.dtype
+    device: torch.device
     shared: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
     def noisy_group(self, view: int, queries: slice) -> Group:
@@ -179,10 +223,11 @@ class _Builder:
         allowed = may_attend(
             Place(*(x[..., :, None] for x in query)), Place(*(x[..., None, :] for x in key)), self.clean_attention
         )
-        if bool(allowed.all()):
+        # A mask that forbids nothing is left out where that can be seen at once: asking a device would wait for it.
+        if allowed.device.type == "cpu" and bool(allowed.all()):
             return None
         bias = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
-        return bias[:, None]
+        return bias[:, None].to(self.device)
 
     def _places(self, parts: list[tuple[int, slice]]) -> Place:
         device = self.document_BL.device
@@ -199,59 +244,3 @@ def _document_starts(document_BL: Tensor) -> list[int]:
     border_BL[:, 1:] = document_BL[:, 1:] != document_BL[:, :-1]
     start_BL = torch.where(border_BL, position_L, 0).cummax(1).values
     return start_BL.amin(0).tolist()
-
-
-def plan_flex(document_BL: Tensor, block_size: int, *, views: int, clean_attention: CleanAttention) -> DualStreamPlan:
-    """The plan for FlexAttention; arguments as of `plan_groups`."""
-    length = document_BL.shape[1]
-    documents = None if is_single(document_BL) else document_BL
-    masks = _flex_mask(documents, length, block_size, views, clean_attention, document_BL.device)
-    return DualStreamPlan(views, length, [], [], masks)
-
-
-def _flex_mask(
-    document_BL: Tensor | None,
-    length: int,
-    block_size: int,
-    views: int,
-    clean_attention: CleanAttention,
-    device: torch.device,
-) -> FlexMasks:
-    if document_BL is None:
-        return _flex_mask_single(length, block_size, views, clean_attention, str(device))
-    return _build_flex_mask(document_BL, length, block_size, views, clean_attention, device)
-
-
-@functools.lru_cache(maxsize=16)
-def _flex_mask_single(
-    length: int, block_size: int, views: int, clean_attention: CleanAttention, device: str
-) -> FlexMasks:
-    """Sequences of one document share their block mask over all steps."""
-    return _build_flex_mask(None, length, block_size, views, clean_attention, torch.device(device))
-
-
-def _build_flex_mask(
-    document_BL: Tensor | None,
-    length: int,
-    block_size: int,
-    views: int,
-    clean_attention: CleanAttention,
-    device: torch.device,
-) -> FlexMasks:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    documents = torch.zeros(1, length, dtype=torch.int32, device=device) if document_BL is None else document_BL
-
-    def place(batch: Tensor, index: Tensor) -> Place:
-        position = index % length
-        view = torch.where(index >= views * length, CLEAN, index // length)
-        return Place(view, position, position // block_size, documents[batch, position])
-
-    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        row = batch if document_BL is not None else torch.zeros_like(batch)
-        return may_attend(place(row, query), place(row, key), clean_attention)
-
-    keys = (views + 1) * length
-    rows = None if document_BL is None else document_BL.shape[0]
-    both = create_block_mask(mask_mod, rows, None, keys, keys, device=str(device))
-    return FlexMasks(both, create_block_mask(mask_mod, rows, None, views * length, keys, device=str(device)))

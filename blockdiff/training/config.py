@@ -118,7 +118,7 @@ class TrainerConfig:
         precision: auto (bf16-mixed on CUDA devices that have it, else 32-true) | 32-true | 64-true |
             bf16-mixed.
         accelerator: auto | cpu | gpu, or another that Lightning knows.
-        compile: compile the layers with torch.compile: worth its start-up time on CUDA only.
+        compile: compile the layers with torch.compile. None: on CUDA, where it is worth its start-up time.
         peak_tflops: TFLOP/s that one device can do at best in this precision, for MFU; None: as its maker states, on a
             CPU as measured at launch.
     """
@@ -140,7 +140,7 @@ class TrainerConfig:
     timeout_seconds: float = 1800.0
     precision: str = "auto"
     accelerator: str = "auto"
-    compile: bool = False
+    compile: bool | None = None
     peak_tflops: float | None = None
 
     def check(self) -> None:

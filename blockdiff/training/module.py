@@ -1,7 +1,5 @@
 """The Lightning module: one step of training, as a page to read.
 
-Legend: B batch, K noisy views, L seq_len, M masked positions.
-
 A launch always looks like a fresh fit to Lightning, whose loop counters are not kept: the data order, the
 noise and the learning rate are functions of the step alone, and the step is `start_step` + the steps since
 launch. That is what lets a run go on with another number of devices or another micro-batch, where Lightning's
@@ -18,16 +16,17 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
+from blockdiff.core.corruption import NoiseConfig, NoiseKey
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.training.config import OptimizerConfig
 from blockdiff.training.ema import AVERAGE, averaged_copy, update_average
 from blockdiff.training.meter import Meter
 from blockdiff.training.optimizer import build_optimizer, lr_ratio
 from blockdiff.training.sharding import shard
+from blockdiff.training.staging import NoisedBatch, noise_batch, send
 
 if TYPE_CHECKING:
-    from blockdiff.data.loader import Batch
+    from blockdiff.data.batch import Batch
 
 
 class DiffusionModule(L.LightningModule):
@@ -74,30 +73,24 @@ class DiffusionModule(L.LightningModule):
         """The network that is validated and sampled from: the averaged weights, where there are any."""
         return self.denoiser if self.average is None else self.average
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> NoisedBatch:
+        """Noises the batch while it lies on the host, where nothing has to be waited for."""
+        key = NoiseKey(self.seed, self.step, batch.slot_B, self.global_batch_size)
+        return noise_batch(batch, key, self.noise, block_size=self.block_size, mask_id=self.denoiser.mask_id)
+
+    def transfer_batch_to_device(self, batch: NoisedBatch, device: torch.device, dataloader_idx: int) -> NoisedBatch:
+        return send(batch, device)
+
+    def training_step(self, batch: NoisedBatch, batch_idx: int) -> Tensor:
         """The loss of one micro-batch: Σ weight · −log p / counted tokens of the global batch, in nats per token."""
-        step, views = self.step, self.noise.views
-        noised = corrupt(
-            batch.tokens_BL,
-            batch.counted_BL,
-            block_size=self.block_size,
-            mask_id=self.denoiser.mask_id,
-            noise=self.noise,
-            key=NoiseKey(self.seed, step, batch.slot_B, self.global_batch_size),
-        )
-        chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
-        nats, _ = self.denoiser.weighted_nll(
-            noised.xt_BKL,
-            batch.tokens_BL,
-            self.denoiser.plan(batch.document_BL, self.block_size, views),
-            chosen_M,
-            noised.weight_BKL.flatten()[chosen_M],
-        )
-        self.meter.add(nats / views, batch.counted_BL.sum(), step, batch.sample_B)
+        step, views, clean = self.step, self.noise.views, batch.clean
+        plan = self.denoiser.plan(clean.document_BL, self.block_size, views, batch.layout)
+        nats, _ = self.denoiser.weighted_nll(batch.xt_BKL, clean.tokens_BL, plan, batch.chosen_M, batch.weight_M)
+        self.meter.add(nats / views, batch.counted, step, clean.sample_B)
         # Lightning divides by the accumulated micro-batches, and data parallelism takes the mean over processes. The
         # global count has done both, so both are undone: the gradient is that of the global batch, however it is split.
         parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return nats / (batch.global_count * views) * parts
+        return nats / (clean.global_count * views) * parts
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = build_optimizer(self.denoiser, self.optimizer_config)

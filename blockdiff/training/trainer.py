@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from blockdiff.model.compilation import can_generate_code
 from blockdiff.training import config as settings
 from blockdiff.training.config import TrainerConfig
 from blockdiff.training.saving import DurableCheckpointIO
@@ -24,8 +25,18 @@ def resolve_precision(config: TrainerConfig) -> str:
     """What ``auto`` stands for: half precision is far slower than single on most CPUs, and faster on recent GPUs."""
     if config.precision != "auto":
         return config.precision
-    on_cuda = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    on_cuda = trains_on_cuda(config)
     return "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+
+
+def resolve_compile(config: TrainerConfig) -> bool:
+    """Whether the layers are compiled; without a setting, on CUDA where PyTorch can generate code for it."""
+    return trains_on_cuda(config) and can_generate_code() if config.compile is None else config.compile
+
+
+def trains_on_cuda(config: TrainerConfig) -> bool:
+    """Whether the devices are CUDA's."""
+    return config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
 
 
 def build_trainer(
@@ -40,7 +51,7 @@ def build_trainer(
 ) -> L.Trainer:
     """A Trainer that takes `steps` optimizer steps and leaves rhythm, validation and saving to the callbacks."""
     _quieten()
-    return L.Trainer(
+    trainer = L.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
         num_nodes=config.nodes,
@@ -60,6 +71,10 @@ def build_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    # Before each micro-batch of several processes it would ask them, through the device and waiting for it, whether one
+    # has been told to stop; `blockdiff.training.border` settles that between the hosts.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 def build_strategy(config: TrainerConfig) -> str | Strategy:
@@ -78,8 +93,7 @@ def processes(config: TrainerConfig) -> int:
     """How many processes the run has: one a device, on all nodes."""
     if config.devices != "auto":
         return int(config.devices) * config.nodes
-    on_cuda = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return (torch.cuda.device_count() if on_cuda else 1) * config.nodes
+    return (torch.cuda.device_count() if trains_on_cuda(config) else 1) * config.nodes
 
 
 def is_first_process() -> bool:

@@ -45,3 +45,21 @@ def test_no_positions_give_zero():
     assert total == 0
     assert nll.numel() == 0
     assert head.grad.abs().sum() == 0
+
+
+def test_under_autocast_all_three_products_are_taken_in_half_precision(monkeypatch):
+    """Autocast leaves in-place products alone, so the head's gradient would be the slowest product of a step."""
+    hidden, head, target, weight = problem()
+    hidden, head = (x.detach().float().requires_grad_() for x in (hidden, head))
+    seen = []
+    matmul = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: seen.append((a.dtype, b.dtype)) or matmul(a, b))
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = weighted_nll(hidden, head, target, weight)
+        grads = torch.autograd.grad(total, (hidden, head))
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 3
+    monkeypatch.undo()
+    plain = (weight * token_nll(hidden @ head.T, target)).sum()
+    for got, want in zip(grads, torch.autograd.grad(plain, (hidden, head)), strict=True):
+        assert got.dtype == torch.float32
+        assert (got - want).abs().max() < 0.02 * want.abs().max()

@@ -7,6 +7,7 @@ copy]}`: what a kill after that step would have left of a run.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -44,6 +45,8 @@ def main(directory: Path, corpus: Path, jobs: list[dict[str, Any]]) -> None:
     from blockdiff.training.errors import CheckpointWriteError
 
     torch.set_num_threads(1)
+    # Graphs are captured and differentiated as ever; generating code for them would take a CPU minutes.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     for job in jobs:
         if "copy" in job:
             name, step, copy = job["copy"]

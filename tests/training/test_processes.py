@@ -83,6 +83,8 @@ def runs(place: Path, corpus: Path) -> Path:
         {"name": "split", **SPLIT},
         {"copy": ["split", 10, "split-killed"]},
         {"name": "split-killed", **SPLIT},
+        {"name": "split-compiled", **SPLIT, "trainer__compile": True, "model__activation_checkpointing": True},
+        {"name": "two-compiled", **RUN, "trainer__compile": True},
     ]
     with small_disk(place / "disk", 1_300_000) as permitted:
         if permitted:
@@ -98,6 +100,11 @@ def test_two_processes_take_the_same_steps_as_one(runs: Path) -> None:
     """The validation subset of 3 sequences does not divide by 2; each counts once."""
     close(curves(runs / "two64"), curves(runs / "one64"), 1e-10)
     close(curves(runs / "two32"), curves(runs / "one32"), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["two-compiled", "split-compiled"])
+def test_compiled_layers_take_the_same_steps(runs: Path, name: str) -> None:
+    close(curves(runs / name), curves(runs / "one32"), 1e-4)
 
 
 def test_a_run_moves_from_one_process_to_two_and_back(runs: Path, place: Path, corpus: Path) -> None:

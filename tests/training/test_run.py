@@ -32,7 +32,7 @@ from blockdiff.training.config import LoggerName, OnCheckpointError, OptimizerNa
 from blockdiff.training.display import Display
 from blockdiff.training.errors import CheckpointWriteError, NonFiniteError
 from blockdiff.training.metrics import read_rows
-from blockdiff.training.trainer import resolve_precision
+from blockdiff.training.trainer import resolve_compile, resolve_precision
 
 Make = Callable[..., RunConfig]
 
@@ -115,6 +115,18 @@ def test_one_batch_is_learned_by_heart(make_config: Make) -> None:
     rows = read_rows(run(config).directory)
     assert rows[0]["train/nelbo"] > 5
     assert rows[-1]["train/nelbo"] < 0.15
+
+
+def test_layers_are_compiled_on_cuda_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not resolve_compile(TrainerConfig(accelerator="cpu"))
+    assert resolve_compile(TrainerConfig(accelerator="cpu", compile=True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("blockdiff.training.trainer.can_generate_code", lambda: True)
+    assert resolve_compile(TrainerConfig())
+    assert not resolve_compile(TrainerConfig(accelerator="cpu"))
+    assert not resolve_compile(TrainerConfig(compile=False))
+    monkeypatch.setattr("blockdiff.training.trainer.can_generate_code", lambda: False)
+    assert not resolve_compile(TrainerConfig())
 
 
 def test_layers_can_be_compiled(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
