@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from blockdiff.core.corruption import NoiseConfig, NoiseKey, corrupt
+from blockdiff.core.corruption import Fit, NoiseConfig, NoiseKey, corrupt
 from blockdiff.model.denoiser import Denoiser
+from blockdiff.training.adaptive import AdaptiveNoise
 from blockdiff.training.config import OptimizerConfig
 from blockdiff.training.ema import AVERAGE, averaged_copy, update_average
 from blockdiff.training.meter import Meter
@@ -52,6 +53,7 @@ class DiffusionModule(L.LightningModule):
         self.denoiser = denoiser
         self.average = averaged_copy(denoiser) if optimizer.ema_decay else None
         self.noise, self.optimizer_config = noise, optimizer
+        self.adaptive = AdaptiveNoise(noise, block_size)
         self.block_size, self.seed, self.global_batch_size = block_size, seed, global_batch_size
         self.max_steps, self.start_step = max_steps, start_step
         self.meter = Meter(torch.device("cpu"))
@@ -77,27 +79,34 @@ class DiffusionModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of one micro-batch: Σ weight · −log p / counted tokens of the global batch, in nats per token."""
         step, views = self.step, self.noise.views
+        key = NoiseKey(self.seed, step, batch.slot_B, self.global_batch_size)
+        self.adaptive.probe(self.denoiser, batch, key)
         noised = corrupt(
             batch.tokens_BL,
             batch.counted_BL,
             block_size=self.block_size,
             mask_id=self.denoiser.mask_id,
-            noise=self.noise,
-            key=NoiseKey(self.seed, step, batch.slot_B, self.global_batch_size),
+            noise=self.adaptive.noise,
+            key=key,
+            law_S1=self.adaptive.law_S1,
         )
+        # Lightning divides by the accumulated micro-batches, and data parallelism takes the mean over processes. The
+        # global count has done both, so both are undone: the gradient is that of the global batch, however it is split.
+        parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        tokens = batch.global_count * views
         chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
+        weight_M = noised.weight_BKL.flatten()[chosen_M]
         nats, _ = self.denoiser.weighted_nll(
             noised.xt_BKL,
             batch.tokens_BL,
             self.denoiser.plan(batch.document_BL, self.block_size, views),
             chosen_M,
-            noised.weight_BKL.flatten()[chosen_M],
+            weight_M,
+            # By now Lightning will have divided, and the processes will not yet have met.
+            self.adaptive.watch(chosen_M, weight_M / tokens * self.trainer.world_size, noised.xt_BKL.numel()),
         )
         self.meter.add(nats / views, batch.counted_BL.sum(), step, batch.sample_B)
-        # Lightning divides by the accumulated micro-batches, and data parallelism takes the mean over processes. The
-        # global count has done both, so both are undone: the gradient is that of the global batch, however it is split.
-        parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return nats / (batch.global_count * views) * parts
+        return nats / tokens * parts
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = build_optimizer(self.denoiser, self.optimizer_config)
@@ -111,11 +120,18 @@ class DiffusionModule(L.LightningModule):
         return self.optimizer_config.lr * ratio
 
     def finish_step(self) -> None:
-        """Follows each optimizer step: updates the average."""
+        """Follows each optimizer step: updates the average, and fits the noise where it is due."""
+        self.adaptive.finish_step(self.step, self._sum_over_processes)
         if self.average is not None:
             update_average(self.average, self.denoiser, self.step - 1, self.optimizer_config.ema_decay)
 
+    def _sum_over_processes(self, x: Tensor) -> Tensor:
+        total = self.trainer.strategy.reduce(x, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total
+
     def on_fit_start(self) -> None:
+        self.adaptive.begin(self.device, self.trainer.is_global_zero)
         kept = self.meter.sums_2
         self.meter = Meter(self.device)
         if self.trainer.is_global_zero:
@@ -126,7 +142,9 @@ class DiffusionModule(L.LightningModule):
         checkpoint.pop("loops")
         checkpoint["global_step"] = self.step
         # Steps since the last row belong to the next one, so their sums are part of the state.
-        checkpoint["meter"] = self.trainer.strategy.reduce(self.meter.sums_2.clone(), reduce_op="sum").cpu()
+        checkpoint["meter"] = self._sum_over_processes(self.meter.sums_2.clone()).cpu()
+        if self.noise.fit is not Fit.none:
+            checkpoint["fit"] = self.adaptive.state(self._sum_over_processes)
         weights = checkpoint["state_dict"]
         names = [name for name in weights if name.startswith(AVERAGE)]
         if names:
@@ -136,5 +154,7 @@ class DiffusionModule(L.LightningModule):
         """Undoes `on_save_checkpoint`. Lightning then loads weights strictly: a mismatch names the tensors."""
         assert checkpoint["global_step"] == self.start_step, "the run was assembled for another checkpoint"
         self.meter.sums_2 = checkpoint["meter"]
+        if self.noise.fit is not Fit.none:
+            self.adaptive.load(checkpoint["fit"])
         for name, weight in checkpoint.get("ema", {}).items():
             checkpoint["state_dict"][AVERAGE + name] = weight
