@@ -31,6 +31,7 @@ class Stream(IntEnum):
     VALIDATION = 5
     SAMPLING = 6
     WEIGHTS = 7
+    PROBE = 8
 
 
 def _signed(value: int) -> int:

@@ -43,3 +43,25 @@ def nelbo_weight(t: Tensor, schedule: Schedule, power: float = 2.0) -> Tensor:
     """−alpha'(t) / (1 − alpha(t)): what one masked token's −log p counts for at time t. Infinite at t = 0."""
     survive, slope = alpha(t, schedule, power)
     return -slope / (1 - survive)
+
+
+def pair_weight(masked: Tensor, schedule: Schedule, power: float = 2.0) -> Tensor:
+    """What one masked token's −log p counts for in a pair of a mask and its complement, t ~ U(0, 1).
+
+    With p the density of the chance of being masked, m = 1 − alpha(t), the two masks of a pair have it from
+    p̄(m) = (p(m) + p(1 − m)) / 2 on average, and 1 / (m · p̄(m)) makes their mean the NELBO, ∫ dm / m · E Σ −log p. Under
+    the linear schedule that is 1 / m. Infinite at m = 0.
+
+    Args:
+        masked: m of this mask, in [0, 1], any shape, floating point.
+        schedule: of the pair's first mask.
+        power: exponent of the polynomial schedule.
+    """
+    match schedule:
+        case Schedule.linear:
+            return 1 / masked
+        case Schedule.cosine:  # p(m) = 2 / (π √(1 − m²))
+            own, other = (2 / math.pi * ((1 - m) * (1 + m)).rsqrt() for m in (masked, 1 - masked))
+        case Schedule.polynomial:  # p(m) = m^(1/power − 1) / power
+            own, other = (m ** (1 / power - 1) / power for m in (masked, 1 - masked))
+    return 2 / (masked * (own + other))

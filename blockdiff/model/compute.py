@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blockdiff.core.corruption import CorruptionKind, NoiseConfig
+from blockdiff.core.corruption import CorruptionKind, NoiseConfig, ViewKind
 from blockdiff.core.masks import CleanAttention
 from blockdiff.core.schedule import alpha
 from blockdiff.model.denoiser import ModelConfig
@@ -89,7 +89,9 @@ def attention_flops(model: ModelConfig, seq_len: int, block_size: int, noise: No
 
 
 def masked_share(noise: NoiseConfig, block_size: int) -> float:
-    """Expected share of masked tokens of a full block."""
+    """Expected share of masked tokens of a full block, over all views."""
+    if noise.view_kind is ViewKind.complementary:  # a pair masks each token once
+        return 0.5
     match noise.corruption:
         case CorruptionKind.exact_count:
             weights = [n**-noise.count_power for n in range(1, block_size + 1)]

@@ -11,6 +11,7 @@ conditional distributions of clean data", 2024; Zheng et al., 2024).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,9 @@ from blockdiff.model.cache import KVCache
 from blockdiff.model.extension import Extension
 from blockdiff.model.layers import Layer, RMSNorm, rotary_angles
 from blockdiff.model.packed import PackedLinear, can_pack
+
+Watch = Callable[[Tensor], None]
+"""Sees the gradient (M, D) of a pass's loss with respect to the last hidden states."""
 
 
 @dataclass
@@ -187,13 +191,22 @@ class Denoiser(nn.Module):
         return self.logits(self.hidden(xt_BKL, x0_BL, plan, chosen_M))
 
     def weighted_nll(
-        self, xt_BKL: Tensor, x0_BL: Tensor, plan: DualStreamPlan, chosen_M: Tensor, weight_M: Tensor
+        self,
+        xt_BKL: Tensor,
+        x0_BL: Tensor,
+        plan: DualStreamPlan,
+        chosen_M: Tensor,
+        weight_M: Tensor,
+        watch: Watch | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Σ weight · −log p(x0) over chosen noisy positions, and the −log p (M) of each (detached), in nats.
 
-        As `forward` followed by a weighted cross-entropy, without holding all logits at once.
+        As `forward` followed by a weighted cross-entropy, without holding all logits at once. `watch` is called in the
+        backward pass.
         """
         hidden_MD = self.hidden(xt_BKL, x0_BL, plan, chosen_M)
+        if watch is not None:
+            hidden_MD.register_hook(watch)
         target_M = x0_BL[:, None].expand_as(xt_BKL).flatten()[chosen_M]
         return weighted_nll(hidden_MD, self.head_VD, target_M, weight_M)
 

@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from blockdiff.core.corruption import NoiseConfig, NoiseKey
+from blockdiff.core.corruption import Fit, NoiseConfig, NoiseKey
 from blockdiff.model.denoiser import Denoiser
+from blockdiff.training.adaptive import AdaptiveNoise
 from blockdiff.training.config import OptimizerConfig
 from blockdiff.training.ema import AVERAGE, averaged_copy, update_average
 from blockdiff.training.meter import Meter
@@ -51,6 +52,7 @@ class DiffusionModule(L.LightningModule):
         self.denoiser = denoiser
         self.average = averaged_copy(denoiser) if optimizer.ema_decay else None
         self.noise, self.optimizer_config = noise, optimizer
+        self.adaptive = AdaptiveNoise(noise, block_size)
         self.block_size, self.seed, self.global_batch_size = block_size, seed, global_batch_size
         self.max_steps, self.start_step = max_steps, start_step
         self.meter = Meter(torch.device("cpu"))
@@ -76,7 +78,14 @@ class DiffusionModule(L.LightningModule):
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> NoisedBatch:
         """Noises the batch while it lies on the host, where nothing has to be waited for."""
         key = NoiseKey(self.seed, self.step, batch.slot_B, self.global_batch_size)
-        return noise_batch(batch, key, self.noise, block_size=self.block_size, mask_id=self.denoiser.mask_id)
+        return noise_batch(
+            batch,
+            key,
+            self.adaptive.noise,
+            block_size=self.block_size,
+            mask_id=self.denoiser.mask_id,
+            law_S1=self.adaptive.law_S1,
+        )
 
     def transfer_batch_to_device(self, batch: NoisedBatch, device: torch.device, dataloader_idx: int) -> NoisedBatch:
         return send(batch, device)
@@ -84,13 +93,25 @@ class DiffusionModule(L.LightningModule):
     def training_step(self, batch: NoisedBatch, batch_idx: int) -> Tensor:
         """The loss of one micro-batch: Σ weight · −log p / counted tokens of the global batch, in nats per token."""
         step, views, clean = self.step, self.noise.views, batch.clean
-        plan = self.denoiser.plan(clean.document_BL, self.block_size, views, batch.layout)
-        nats, _ = self.denoiser.weighted_nll(batch.xt_BKL, clean.tokens_BL, plan, batch.chosen_M, batch.weight_M)
-        self.meter.add(nats / views, batch.counted, step, clean.sample_B)
+        key = NoiseKey(self.seed, step, clean.slot_B, self.global_batch_size)
+        self.adaptive.probe(self.denoiser, clean, key)
         # Lightning divides by the accumulated micro-batches, and data parallelism takes the mean over processes. The
         # global count has done both, so both are undone: the gradient is that of the global batch, however it is split.
         parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return nats / (clean.global_count * views) * parts
+        tokens = clean.global_count * views
+        nats, _ = self.denoiser.weighted_nll(
+            batch.xt_BKL,
+            clean.tokens_BL,
+            self.denoiser.plan(clean.document_BL, self.block_size, views, batch.layout),
+            batch.chosen_M,
+            batch.weight_M,
+            # By now Lightning will have divided, and the processes will not yet have met.
+            self.adaptive.watch(
+                batch.chosen_M, batch.weight_M / tokens * self.trainer.world_size, batch.xt_BKL.numel()
+            ),
+        )
+        self.meter.add(nats / views, batch.counted, step, clean.sample_B)
+        return nats / tokens * parts
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = build_optimizer(self.denoiser, self.optimizer_config)
@@ -104,11 +125,18 @@ class DiffusionModule(L.LightningModule):
         return self.optimizer_config.lr * ratio
 
     def finish_step(self) -> None:
-        """Follows each optimizer step: updates the average."""
+        """Follows each optimizer step: updates the average, and fits the noise where it is due."""
+        self.adaptive.finish_step(self.step, self._sum_over_processes)
         if self.average is not None:
             update_average(self.average, self.denoiser, self.step - 1, self.optimizer_config.ema_decay)
 
+    def _sum_over_processes(self, x: Tensor) -> Tensor:
+        total = self.trainer.strategy.reduce(x, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total
+
     def on_fit_start(self) -> None:
+        self.adaptive.begin(self.device, self.trainer.is_global_zero)
         kept = self.meter.sums_2
         self.meter = Meter(self.device)
         if self.trainer.is_global_zero:
@@ -119,7 +147,9 @@ class DiffusionModule(L.LightningModule):
         checkpoint.pop("loops")
         checkpoint["global_step"] = self.step
         # Steps since the last row belong to the next one, so their sums are part of the state.
-        checkpoint["meter"] = self.trainer.strategy.reduce(self.meter.sums_2.clone(), reduce_op="sum").cpu()
+        checkpoint["meter"] = self._sum_over_processes(self.meter.sums_2.clone()).cpu()
+        if self.noise.fit is not Fit.none:
+            checkpoint["fit"] = self.adaptive.state(self._sum_over_processes)
         weights = checkpoint["state_dict"]
         names = [name for name in weights if name.startswith(AVERAGE)]
         if names:
@@ -129,5 +159,7 @@ class DiffusionModule(L.LightningModule):
         """Undoes `on_save_checkpoint`. Lightning then loads weights strictly: a mismatch names the tensors."""
         assert checkpoint["global_step"] == self.start_step, "the run was assembled for another checkpoint"
         self.meter.sums_2 = checkpoint["meter"]
+        if self.noise.fit is not Fit.none:
+            self.adaptive.load(checkpoint["fit"])
         for name, weight in checkpoint.get("ema", {}).items():
             checkpoint["state_dict"][AVERAGE + name] = weight

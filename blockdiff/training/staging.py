@@ -39,7 +39,9 @@ class NoisedBatch(NamedTuple):
     layout: Layout
 
 
-def noise_batch(batch: Batch, key: NoiseKey, noise: NoiseConfig, *, block_size: int, mask_id: int) -> NoisedBatch:
+def noise_batch(
+    batch: Batch, key: NoiseKey, noise: NoiseConfig, *, block_size: int, mask_id: int, law_S1: Tensor | None = None
+) -> NoisedBatch:
     """Draws the noise of a micro-batch, on the device that it lies on (the host, where nothing is to wait).
 
     Args:
@@ -48,8 +50,17 @@ def noise_batch(batch: Batch, key: NoiseKey, noise: NoiseConfig, *, block_size: 
         noise: kind of corruption.
         block_size: S.
         mask_id: of `[MASK]`.
+        law_S1: a fitted distribution of counts, where the batch lies.
     """
-    noised = corrupt(batch.tokens_BL, batch.counted_BL, block_size=block_size, mask_id=mask_id, noise=noise, key=key)
+    noised = corrupt(
+        batch.tokens_BL,
+        batch.counted_BL,
+        block_size=block_size,
+        mask_id=mask_id,
+        noise=noise,
+        key=key,
+        law_S1=law_S1,
+    )
     chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
     return NoisedBatch(
         batch,

@@ -41,6 +41,7 @@ def main(directory: Path, corpus: Path, jobs: list[dict[str, Any]]) -> None:
     from leftovers import as_if_killed_after
     from miniature import miniature, run
 
+    from blockdiff.core.corruption import CorruptionKind, Fit, ViewKind
     from blockdiff.training.config import Strategy
     from blockdiff.training.errors import CheckpointWriteError
 
@@ -55,8 +56,13 @@ def main(directory: Path, corpus: Path, jobs: list[dict[str, Any]]) -> None:
             dist.barrier()
             continue
         failing = job.pop("fails", None)
-        if "trainer__strategy" in job:
-            job["trainer__strategy"] = Strategy(job["trainer__strategy"])
+        choices = {
+            "trainer__strategy": Strategy,
+            "noise__corruption": CorruptionKind,
+            "noise__view_kind": ViewKind,
+            "noise__fit": Fit,
+        }
+        job |= {key: choices[key](value) for key, value in job.items() if key in choices}
         config = miniature(directory, corpus, trainer__devices=dist_size(), **job)
         with pytest.raises(CheckpointWriteError, match=failing) if failing else nullcontext():
             run(config, preview)
