@@ -28,7 +28,9 @@ def shard(denoiser: Denoiser, mesh: DeviceMesh) -> None:
     """Splits the weights over the mesh: layer by layer, and embedding, norm and head as one part."""
     for layer in denoiser.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(denoiser, mesh=mesh)
+    # Without a backward pass nothing else would split an average's outer weights again after a validation.
+    frozen = not any(weight.requires_grad for weight in denoiser.parameters())
+    fully_shard(denoiser, mesh=mesh, reshard_after_forward=frozen)
     for name in ENTRANCES:
         register_fsdp_forward_method(denoiser, name)
 
