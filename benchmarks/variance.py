@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 from blockdiff.core.bound import Bound
-from blockdiff.core.corruption import CLIP_CELLS, CorruptionKind, Fit, NoiseConfig, NoiseKey, ViewKind, corrupt
+from blockdiff.core.corruption import CLIP_CELLS, CorruptionKind, Fit, NoiseConfig, NoiseKey, ViewKind
 from blockdiff.core.randomness import Stream, hash_int
 from blockdiff.data.batch import Batch
 from blockdiff.data.config import DataConfig, Source
@@ -49,6 +49,7 @@ from blockdiff.model.denoiser import Denoiser, ModelConfig
 from blockdiff.training.adaptive import AdaptiveNoise
 from blockdiff.training.config import OptimizerConfig, OptimizerName
 from blockdiff.training.optimizer import build_optimizer, lr_ratio
+from blockdiff.training.staging import noise_batch
 from blockdiff.training.validation import validation_sums
 
 BERNOULLI = NoiseConfig(corruption=CorruptionKind.bernoulli)
@@ -132,21 +133,14 @@ class Task:
     def loss(self, denoiser: Denoiser, batch: Batch, noise: AdaptiveNoise, step: int) -> Tensor:
         """Nats per token of a batch as `blockdiff.training.module` takes it, with its measurements."""
         key = NoiseKey(self.seed, step, batch.slot_B, self.settings.batch)
-        noise.probe(denoiser, batch, key)
-        noised = corrupt(
-            batch.tokens_BL,
-            batch.counted_BL,
-            block_size=self.block_size,
-            mask_id=denoiser.mask_id,
-            noise=noise.noise,
-            key=key,
-            law_S1=noise.law_S1,
+        noised = noise_batch(
+            batch, key, noise.noise, block_size=self.block_size, mask_id=denoiser.mask_id, law_S1=noise.law_S1
         )
-        chosen_M = noised.masked_BKL.flatten().nonzero().squeeze(-1)
-        weight_M = noised.weight_BKL.flatten()[chosen_M] / (batch.global_count * noise.noise.views)
-        plan = denoiser.plan(batch.document_BL, self.block_size, noise.noise.views)
-        watch = noise.watch(chosen_M, weight_M, noised.xt_BKL.numel())
-        return denoiser.weighted_nll(noised.xt_BKL, batch.tokens_BL, plan, chosen_M, weight_M, watch)[0]
+        noise.probe(denoiser, noised, key)
+        weight_M = noised.weight_M / (batch.global_count * noise.noise.views)
+        plan = denoiser.plan(batch.document_BL, self.block_size, noise.noise.views, noised.layout)
+        watch = noise.watch(noised, weight_M)
+        return denoiser.weighted_nll(noised.xt_BKL, batch.tokens_BL, plan, noised.chosen_M, weight_M, watch)[0]
 
     def train(self, config: NoiseConfig, steps: int) -> tuple[Denoiser, AdaptiveNoise]:
         """A network after so many steps, and its noise."""
@@ -247,7 +241,7 @@ def _pool(workers: int) -> ProcessPoolExecutor:
 
 @functools.cache
 def prepared_data(path: str | None) -> PreparedData:
-    """The corpus, tokenised once and kept under `data/`."""
+    """The corpus in bytes, read once and kept under `data/`: a small network learns something of them in 300 steps."""
     source = DataConfig() if path is None else DataConfig(source=Source.text, files=[path])
     return prepare(replace(source, tokenizer=TokenizerKind.bytes))
 

@@ -89,9 +89,9 @@ def attention_flops(model: ModelConfig, seq_len: int, block_size: int, noise: No
 
 
 def masked_share(noise: NoiseConfig, block_size: int) -> float:
-    """Expected share of masked tokens of a full block, over all views."""
-    if noise.view_kind is ViewKind.complementary:  # a pair masks each token once
-        return 0.5
+    """Expected share of masked tokens of a full block; where the noise is fitted, of what it starts from."""
+    if noise.view_kind is ViewKind.complementary:
+        return 0.5  # each token in one of two views, whatever their counts
     match noise.corruption:
         case CorruptionKind.exact_count:
             weights = [n**-noise.count_power for n in range(1, block_size + 1)]

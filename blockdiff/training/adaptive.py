@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from blockdiff.core.blocks import split_blocks
 from blockdiff.core.bound import position_nats
 from blockdiff.core.corruption import CLIP_CELLS, Fit, NoiseConfig, NoiseKey, corrupt
 from blockdiff.core.fitting import Interval, count_cells, fit_law, gradient_moments, search_clip, tally
 from blockdiff.core.randomness import Stream, hash_int
 from blockdiff.model.denoiser import Denoiser, Watch
-
-if TYPE_CHECKING:
-    from blockdiff.data.batch import Batch
+from blockdiff.training.staging import NoisedBatch
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all processes."""
@@ -33,7 +32,7 @@ class AdaptiveNoise:
 
     Attributes:
         noise: its settings: those of the run, with the clip that a search has found.
-        law_S1: the fitted law of counts, on the host as the batches that are noised; None: that of `noise.count_power`.
+        law_S1: the fitted law of counts, on the host, where batches are noised; None: that of `noise.count_power`.
     """
 
     def __init__(self, noise: NoiseConfig, block_size: int) -> None:
@@ -56,51 +55,52 @@ class AdaptiveNoise:
         self._new = self._new.to(device) if first else torch.zeros_like(self._new, device=device)
         self._cells_S1 = self._cells_S1.to(device)
 
-    def watch(self, chosen_M: Tensor, weight_M: Tensor, size: int) -> Watch | None:
+    def watch(self, batch: NoisedBatch, weight_M: Tensor) -> Watch | None:
         """What measures the gradients of a pass for a fit of the counts; None where none is wanted.
 
         Args:
-            chosen_M: int64, the masked positions as flat indices into B·K·L.
+            batch: that the pass is over, on the device.
             weight_M: what a position's −log p counts for in the loss that is differentiated.
-            size: B·K·L.
         """
         if self.noise.fit is not Fit.counts:
             return None
+        blocks = batch.xt_BKL.numel() // self.block_size
 
         def measure(slope_MD: Tensor) -> None:
-            moment_Q, count_Q = gradient_moments(slope_MD, weight_M, chosen_M, size // self.block_size, self.block_size)
+            moment_Q, count_Q = gradient_moments(slope_MD, weight_M, batch.chosen_M, blocks, self.block_size)
             self._new += tally(self._cells_S1[count_Q], self._new.shape[1], moment_Q)
 
         return measure
 
-    def probe(self, denoiser: Denoiser, batch: Batch, key: NoiseKey) -> None:
-        """Measures the loss within each cell of time before the last step of a search's interval, with its batch.
+    def probe(self, denoiser: Denoiser, batch: NoisedBatch, key: NoiseKey) -> None:
+        """Measures the loss within each cell of time, with the batch of the last step before a search.
 
         One view a cell shares the clean stream of one pass without gradients. All cells have the same key, and so the
         same random numbers.
         """
         if self.noise.fit is not Fit.clip or (key.step + 1) % self.noise.fit_every:
             return
+        clean, key = batch.clean, key._replace(seed=hash_int(key.seed, Stream.PROBE))
         cells = [
             corrupt(
-                batch.tokens_BL,
-                batch.counted_BL,
+                clean.tokens_BL,
+                clean.counted_BL,
                 block_size=self.block_size,
                 mask_id=denoiser.mask_id,
                 noise=replace(self.noise, views=1, clip=[cell / CLIP_CELLS, (cell + 1) / CLIP_CELLS]),
-                key=key._replace(seed=hash_int(key.seed, Stream.PROBE)),
+                key=key,
             )
             for cell in range(CLIP_CELLS)
         ]
         xt_BKL, masked_BKL, weight_BKL = (torch.cat(parts, 1) for parts in zip(*cells, strict=True))
         chosen_M = masked_BKL.flatten().nonzero().squeeze(-1)
         with torch.no_grad():
-            plan = denoiser.plan(batch.document_BL, self.block_size, CLIP_CELLS)
+            plan = denoiser.plan(clean.document_BL, self.block_size, CLIP_CELLS, batch.layout)
             weight_M = weight_BKL.flatten()[chosen_M]
-            _, nll_M = denoiser.weighted_nll(xt_BKL, batch.tokens_BL, plan, chosen_M, weight_M)
-        countable_B1N = batch.counted_BL.unflatten(1, (-1, self.block_size)).sum(-1)[:, None]
-        nats_BKL = position_nats(nll_M, weight_BKL, chosen_M)
-        nats_BKN = nats_BKL.unflatten(-1, (-1, self.block_size)).sum(-1) / countable_B1N.clamp(min=1)
+            _, nll_M = denoiser.weighted_nll(xt_BKL, clean.tokens_BL, plan, chosen_M, weight_M)
+        countable_B1N = split_blocks(clean.counted_BL, self.block_size).sum(-1)[:, None]
+        nats_BKN = split_blocks(position_nats(nll_M, weight_BKL, chosen_M), self.block_size).sum(-1)
+        nats_BKN = nats_BKN / countable_B1N.clamp(min=1)
         cell_BKN = torch.arange(CLIP_CELLS, device=nats_BKN.device)[:, None].expand(nats_BKN.shape)
         cell_BKN = torch.where(countable_B1N > 0, cell_BKN, -1)
         self._new += tally(cell_BKN.flatten(), CLIP_CELLS, nats_BKN.flatten(), nats_BKN.flatten() ** 2)
@@ -127,7 +127,7 @@ class AdaptiveNoise:
         return {
             "new": reduce(self._new.clone()).cpu(),
             "known": self._known.clone(),
-            "law": self.law_S1,
+            "law": None if self.law_S1 is None else self.law_S1.clone(),
             "clip": list(self.noise.clip),
             "challenger": None if self._challenger is None else list(self._challenger),
         }

@@ -77,14 +77,14 @@ class DiffusionModule(L.LightningModule):
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> NoisedBatch:
         """Noises the batch while it lies on the host, where nothing has to be waited for."""
-        key = NoiseKey(self.seed, self.step, batch.slot_B, self.global_batch_size)
+        noise, law_S1 = self.adaptive.noise, self.adaptive.law_S1
         return noise_batch(
             batch,
-            key,
-            self.adaptive.noise,
+            self._noise_key(batch),
+            noise,
             block_size=self.block_size,
             mask_id=self.denoiser.mask_id,
-            law_S1=self.adaptive.law_S1,
+            law_S1=law_S1,
         )
 
     def transfer_batch_to_device(self, batch: NoisedBatch, device: torch.device, dataloader_idx: int) -> NoisedBatch:
@@ -93,25 +93,20 @@ class DiffusionModule(L.LightningModule):
     def training_step(self, batch: NoisedBatch, batch_idx: int) -> Tensor:
         """The loss of one micro-batch: Σ weight · −log p / counted tokens of the global batch, in nats per token."""
         step, views, clean = self.step, self.noise.views, batch.clean
-        key = NoiseKey(self.seed, step, clean.slot_B, self.global_batch_size)
-        self.adaptive.probe(self.denoiser, clean, key)
+        self.adaptive.probe(self.denoiser, batch, self._noise_key(clean))
+        tokens = clean.global_count * views
+        # Gradients are seen when Lightning has divided by the accumulated micro-batches and before the processes meet.
+        watch = self.adaptive.watch(batch, batch.weight_M / tokens * self.trainer.world_size)
+        plan = self.denoiser.plan(clean.document_BL, self.block_size, views, batch.layout)
+        nats, _ = self.denoiser.weighted_nll(batch.xt_BKL, clean.tokens_BL, plan, batch.chosen_M, batch.weight_M, watch)
+        self.meter.add(nats / views, batch.counted, step, clean.sample_B)
         # Lightning divides by the accumulated micro-batches, and data parallelism takes the mean over processes. The
         # global count has done both, so both are undone: the gradient is that of the global batch, however it is split.
         parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        tokens = clean.global_count * views
-        nats, _ = self.denoiser.weighted_nll(
-            batch.xt_BKL,
-            clean.tokens_BL,
-            self.denoiser.plan(clean.document_BL, self.block_size, views, batch.layout),
-            batch.chosen_M,
-            batch.weight_M,
-            # By now Lightning will have divided, and the processes will not yet have met.
-            self.adaptive.watch(
-                batch.chosen_M, batch.weight_M / tokens * self.trainer.world_size, batch.xt_BKL.numel()
-            ),
-        )
-        self.meter.add(nats / views, batch.counted, step, clean.sample_B)
         return nats / tokens * parts
+
+    def _noise_key(self, batch: Batch) -> NoiseKey:
+        return NoiseKey(self.seed, self.step, batch.slot_B, self.global_batch_size)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = build_optimizer(self.denoiser, self.optimizer_config)

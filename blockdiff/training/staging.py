@@ -40,7 +40,13 @@ class NoisedBatch(NamedTuple):
 
 
 def noise_batch(
-    batch: Batch, key: NoiseKey, noise: NoiseConfig, *, block_size: int, mask_id: int, law_S1: Tensor | None = None
+    batch: Batch,
+    key: NoiseKey,
+    noise: NoiseConfig,
+    *,
+    block_size: int,
+    mask_id: int,
+    law_S1: Tensor | None = None,
 ) -> NoisedBatch:
     """Draws the noise of a micro-batch, on the device that it lies on (the host, where nothing is to wait).
 
@@ -50,7 +56,7 @@ def noise_batch(
         noise: kind of corruption.
         block_size: S.
         mask_id: of `[MASK]`.
-        law_S1: a fitted distribution of counts, where the batch lies.
+        law_S1: a fitted distribution of exact counts, as of `corrupt`.
     """
     noised = corrupt(
         batch.tokens_BL,

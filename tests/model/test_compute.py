@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from blockdiff.core.corruption import CorruptionKind, NoiseConfig, NoiseKey, corrupt
+from blockdiff.core.corruption import CorruptionKind, NoiseConfig, NoiseKey, ViewKind, corrupt
 from blockdiff.core.masks import CleanAttention, dual_stream_mask
 from blockdiff.core.schedule import Schedule
 from blockdiff.model.compute import attention_flops, masked_share, training_flops, training_products
@@ -75,12 +75,13 @@ def test_attention_counts_the_pairs_of_the_dense_mask(clean, block_size, views):
     [
         NoiseConfig(),
         NoiseConfig(count_power=0.0, views=2),
+        NoiseConfig(views=2, view_kind=ViewKind.complementary),
         NoiseConfig(corruption=CorruptionKind.bernoulli),
         NoiseConfig(corruption=CorruptionKind.bernoulli, clip=[0.3, 0.8]),
         NoiseConfig(corruption=CorruptionKind.bernoulli, schedule=Schedule.cosine),
         NoiseConfig(corruption=CorruptionKind.bernoulli, schedule=Schedule.polynomial, schedule_power=3.0),
     ],
-    ids=["exact", "uniform, two views", "linear", "clipped", "cosine", "polynomial"],
+    ids=["exact", "uniform, two views", "a pair", "linear", "clipped", "cosine", "polynomial"],
 )
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_the_masked_share_is_what_the_noise_draws(noise, block_size):

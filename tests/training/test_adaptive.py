@@ -15,12 +15,15 @@ from team import launch
 from blockdiff.build import build_denoiser, pack
 from blockdiff.core.corruption import CorruptionKind, Fit, NoiseConfig, NoiseKey, ViewKind, corrupt
 from blockdiff.core.fitting import QUANTUM
-from blockdiff.data.loader import Batch, TrainBatches
+from blockdiff.core.randomness import Stream, hash_int
+from blockdiff.data.batch import Batch
+from blockdiff.data.loader import TrainBatches
 from blockdiff.data.prepare import prepare
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.training.adaptive import AdaptiveNoise
 from blockdiff.training.checkpoints import list_checkpoints
 from blockdiff.training.metrics import read_rows
+from blockdiff.training.staging import noise_batch
 
 Make = Callable[..., RunConfig]
 OFTEN: dict[str, Any] = {"noise__fit_every": 3, "noise__fit_warmup": 4}
@@ -45,15 +48,12 @@ def test_the_measured_gradients_are_those_of_each_block_alone(make_config: Make)
     config = make_config(**COUNTS)
     denoiser, batch = first_batch(config)
     key = NoiseKey(config.seed, 0, batch.slot_B, 4)
-    noised = corrupt(
-        batch.tokens_BL, batch.counted_BL, block_size=4, mask_id=denoiser.mask_id, noise=config.noise, key=key
-    )
-    chosen = noised.masked_BKL.flatten().nonzero().squeeze(-1)
-    weight = noised.weight_BKL.flatten()[chosen]
+    noised = noise_batch(batch, key, config.noise, block_size=4, mask_id=denoiser.mask_id)
+    chosen, weight = noised.chosen_M, noised.weight_M
     plan = denoiser.plan(batch.document_BL, 4)
     adaptive = AdaptiveNoise(config.noise, 4)
     adaptive.begin(torch.device("cpu"), True)
-    watch = adaptive.watch(chosen, weight * 0.25, noised.xt_BKL.numel())
+    watch = adaptive.watch(noised, weight * 0.25)
     nats, _ = denoiser.weighted_nll(noised.xt_BKL, batch.tokens_BL, plan, chosen, weight, watch)
     (nats * 0.25).backward()
     expected = torch.zeros(2, 4, dtype=torch.float64)
@@ -77,15 +77,15 @@ def test_a_probe_measures_the_clipped_loss_in_each_cell(make_config: Make) -> No
     config = make_config(**CLIP)
     denoiser, batch = first_batch(config)
     adaptive = AdaptiveNoise(config.noise, 4)
-    adaptive.probe(denoiser, batch, NoiseKey(config.seed, 0, batch.slot_B, 4))
+    early = NoiseKey(config.seed, 0, batch.slot_B, 4)
+    loaded = noise_batch(batch, early, config.noise, block_size=4, mask_id=denoiser.mask_id)
+    adaptive.probe(denoiser, loaded, early)
     assert not adaptive.state(lambda x: x)["new"].any()
     key = NoiseKey(config.seed, 1, batch.slot_B, 4)
-    adaptive.probe(denoiser, batch, key)
+    adaptive.probe(denoiser, loaded, key)
     found = adaptive.state(lambda x: x)["new"].double()
     counted = batch.counted_BL.unflatten(1, (-1, 4)).sum(-1)
     assert (found[0] == (counted > 0).sum()).all()
-    from blockdiff.core.randomness import Stream, hash_int
-
     for cell in (0, 4, 9):
         noise = NoiseConfig(corruption=CorruptionKind.bernoulli, clip=[cell / 10, (cell + 1) / 10])
         probe_key = key._replace(seed=hash_int(config.seed, Stream.PROBE))

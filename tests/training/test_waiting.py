@@ -11,7 +11,7 @@ import torch
 from miniature import RunConfig, run
 from waiting import WaitingError, nothing_waits
 
-from blockdiff.core.corruption import CorruptionKind, NoiseConfig, NoiseKey
+from blockdiff.core.corruption import CorruptionKind, Fit, NoiseConfig, NoiseKey
 from blockdiff.core.masks import CleanAttention
 from blockdiff.data.batch import Batch
 from blockdiff.model.flex import plan_flex
@@ -77,6 +77,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         {"optimizer__name": OptimizerName.muon},
         {"optimizer__name": OptimizerName.adamw, "noise__views": 2, "model__activation_checkpointing": True},
         {"noise__corruption": CorruptionKind.bernoulli, "model__clean_attention": CleanAttention.block},
+        {"noise__fit": Fit.counts},
     ],
 )
 def test_no_step_waits_between_logging_steps(make_config: Make, watched: list[int], changes: dict[str, Any]) -> None:
