@@ -217,7 +217,7 @@ def test_counts_are_right_at_each_block_position_with_micro_batch_one(kind):
 @pytest.mark.parametrize("law", [None, law_of("fitted", 4)], ids=["prior", "fitted"])
 def test_counts_of_pairs_are_right_at_each_block_position_with_micro_batch_one(law):
     """Invariant 5 for complementary views: the distribution of the first count, and all of the weights."""
-    blocks, steps = 4, 3000
+    blocks, steps = 4, 1500
     hits, weights = torch.zeros(blocks, 5), torch.zeros(blocks, dtype=torch.float64)
     for step in range(steps):
         out = run(PAIRS[0], step=step, slot_B=torch.tensor([1]), slots=2, law=law)
@@ -227,7 +227,7 @@ def test_counts_of_pairs_are_right_at_each_block_position_with_micro_batch_one(l
     table = law_of(0.5, 4) if law is None else law
     expected = torch.cat([torch.zeros(1), (table.diff() / table[-1]).float()])
     assert (hits / steps - expected).abs().max() < 4 * 0.5 / math.sqrt(steps)
-    assert (weights / steps).tolist() == pytest.approx([4.0] * blocks, rel=0.03)
+    assert (weights / steps).tolist() == pytest.approx([4.0] * blocks, rel=0.05)
 
 
 def test_levels_of_the_global_batch_are_a_shifted_grid():
