@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blockdiff.core.masks import CLEAN, CleanAttention, Place, may_attend
 
-GROUP_TOKENS = 128
+GROUP_TOKENS = 64
 """Queries that share one call: below it kernels starve, above it masked pairs are computed in vain."""
 
 
