@@ -101,6 +101,7 @@ class StepBorder(L.Callback):
         self.pace = Pace()
         self._val_batches: Iterable[Batch] = ()
         self._seen, self._reported, self._saved_at = 0, 0, time.monotonic()
+        self._tokens_before = 0.0
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         assert isinstance(module, DiffusionModule)
@@ -121,6 +122,8 @@ class StepBorder(L.Callback):
             self.outputs.display.start(module.step, module.max_steps)
             if unknown:
                 self.outputs.display.note(unknown)
+        # Tokens of the steps between the last row and the checkpoint: part of the next row, but not of this launch.
+        self._tokens_before = float(trainer.strategy.reduce(module.meter.sums_2.clone(), reduce_op="sum")[1])
         self.pace, self._saved_at = Pace(), time.monotonic()
 
     def on_train_batch_end(
@@ -168,8 +171,9 @@ class StepBorder(L.Callback):
         module.meter.reset()
         train_column = "train/nelbo" if module.noise.is_bound else "train/loss"
         row = {"step": module.step, train_column: nats / max(tokens, 1), "lr": module.learning_rate}
-        seconds = self.pace.lap(round(tokens))
-        row["tokens_per_second"] = tokens / seconds
+        trained, self._tokens_before = tokens - self._tokens_before, 0.0
+        seconds = self.pace.lap(round(trained))
+        row["tokens_per_second"] = trained / seconds
         mfu = self._utilisation.of(self._seen - self._reported, seconds)
         self._reported = self._seen
         if mfu is not None:

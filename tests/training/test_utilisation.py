@@ -48,7 +48,7 @@ def test_mfu_is_operations_over_seconds_and_peak(
 
 
 def test_a_resumed_launch_counts_its_own_steps(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after step 4: the row of step 6 holds the loss of steps 4 to 6, but time and work of 5 and 6 only."""
+    """Killed after step 4: the row of step 6 holds the loss of steps 4 to 6, but tokens, time and work of 5 and 6."""
     monkeypatch.setattr(Pace, "lap", lambda self, tokens: 1.0)
     changes = {"trainer__log_every": 3, "trainer__val_every": 99, "trainer__checkpoint_every": 4}
     straight = run(make_config(name="straight", **changes))
@@ -56,7 +56,9 @@ def test_a_resumed_launch_counts_its_own_steps(make_config: Make, monkeypatch: p
     assert [round(mfu / ratios[0], 6) for mfu in ratios] == [1, 2, 3]  # rows of steps 1, 3 and 6
     as_if_killed_after(straight.directory, 4, straight.directory.parent / "killed")
     resumed = run(make_config(name="killed", **changes))
-    assert [round(row["mfu"] / ratios[0], 6) for row in read_rows(resumed.directory)] == [1, 2, 2]
+    rows = read_rows(resumed.directory)
+    assert [round(row["mfu"] / ratios[0], 6) for row in rows] == [1, 2, 2]
+    assert [round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 1) for row in rows] == [1, 2, 2]
 
 
 def test_a_run_begun_without_the_column_goes_on(make_config: Make) -> None:
