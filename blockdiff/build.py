@@ -83,6 +83,9 @@ class Run:
     def steps_left(self) -> int:
         return self.config.trainer.max_steps - self.start.step
 
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
 
 def run_training(
     config: TrainConfig,
@@ -133,6 +136,8 @@ def check(config: TrainConfig) -> None:
     if config.trainer.strategy is Strategy.fsdp and config.optimizer.name is OptimizerName.muon:
         raise ValueError("optimizer.name=muon needs whole matrices: not with trainer.strategy=fsdp; use ddp, or adamw")
     accumulation_of(config.data.global_batch_size, config.data.micro_batch_size, 1)
+    if config.trainer.compile:
+        resolve_compile(config.trainer)
 
 
 def default_name(config: TrainConfig) -> str:
@@ -296,8 +301,12 @@ def _module(run: Run) -> DiffusionModule:
     if resolve_precision(config.trainer) == "64-true":
         # Lightning loads a checkpoint before it converts the network: single precision would round the weights.
         module.double()
-    if resolve_compile(config.trainer):
+    compilation = resolve_compile(config.trainer)
+    if compilation.on:
+        torch.compiler.reset()  # what former runs of this process compiled counts against the compiler's limit
         compile_layers(denoiser)
+    if compilation.note and run.first:
+        run.say(compilation.note)
     return module
 
 
@@ -333,16 +342,13 @@ def _furnish(run: Run) -> None:
 
 
 def _announce(run: Run, changes: list[str]) -> None:
-    def say(text: str) -> None:
-        run.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     for reason in run.start.broken:
-        say(f"passed over: {reason}")
+        run.say(f"passed over: {reason}")
     if run.start.path is None:
-        say(f"{run.directory}: a new run of {run.config.trainer.max_steps} steps")
+        run.say(f"{run.directory}: a new run of {run.config.trainer.max_steps} steps")
     elif run.steps_left > 0:
-        say(f"{run.directory}: going on from {run.start.path.name}, {run.steps_left} steps are left")
+        run.say(f"{run.directory}: going on from {run.start.path.name}, {run.steps_left} steps are left")
     else:
-        say(f"{run.directory}: all {run.config.trainer.max_steps} steps are done")
+        run.say(f"{run.directory}: all {run.config.trainer.max_steps} steps are done")
     if changes:
-        say("changed since the last launch:\n" + "\n".join(changes))
+        run.say("changed since the last launch:\n" + "\n".join(changes))

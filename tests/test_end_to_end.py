@@ -31,6 +31,7 @@ TINY = [
     "optimizer.lr=0.01",
     "optimizer.warmup_steps=5",
     "trainer.max_steps=40",
+    "trainer.compile=false",
     "trainer.val_every=20",
     "trainer.checkpoint_every=20",
     "sampler.max_new_tokens=16",

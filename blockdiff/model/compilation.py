@@ -10,6 +10,8 @@ tokens. Their number M changes at every step, so it is a free dimension of the g
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -37,9 +39,29 @@ def compile_layers(denoiser: Denoiser) -> None:
             )
 
 
-def can_generate_code() -> bool:
-    """Whether Triton is installed, which PyTorch's compiler needs on CUDA."""
-    return find_spec("triton") is not None
+@functools.cache
+def compiler_fault(device_type: str) -> str | None:
+    """Why PyTorch's compiler can generate no code for such devices here; None where it can.
+
+    On CUDA it needs Triton. On a CPU it needs a C++ compiler, Python's headers and a directory for its cache: whether
+    they are there and fit together, only a trial tells.
+    """
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE=1"
+    match device_type:
+        case "cuda":
+            return None if find_spec("triton") else "Triton is not installed"
+        case "cpu":
+            return _trial()
+    return f"not tried on {device_type} devices"
+
+
+def _trial() -> str | None:
+    try:
+        torch.compile(torch.sin, fullgraph=True)(torch.zeros(64))
+    except Exception as error:  # whatever a tool chain may lack
+        return str(error).partition("\n")[0]
+    return None
 
 
 def _in_training(compiled: Callable, plain: Callable) -> Callable:

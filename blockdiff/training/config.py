@@ -118,7 +118,7 @@ class TrainerConfig:
         precision: auto (bf16-mixed on CUDA devices that have it, else 32-true) | 32-true | 64-true |
             bf16-mixed.
         accelerator: auto | cpu | gpu, or another that Lightning knows.
-        compile: compile the layers with torch.compile. None: on CUDA, where it is worth its start-up time.
+        compile: compile the layers with torch.compile. None: on CUDA with Triton, and on a CPU with a C++ compiler.
         peak_tflops: TFLOP/s that one device can do at best in this precision, for MFU; None: as its maker states, on a
             CPU as measured at launch.
     """

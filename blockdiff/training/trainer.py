@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from datetime import timedelta
+from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -14,7 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from blockdiff.model.compilation import can_generate_code
+from blockdiff.model.compilation import compiler_fault
 from blockdiff.training import config as settings
 from blockdiff.training.config import TrainerConfig
 from blockdiff.training.saving import DurableCheckpointIO
@@ -29,14 +30,38 @@ def resolve_precision(config: TrainerConfig) -> str:
     return "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
 
 
-def resolve_compile(config: TrainerConfig) -> bool:
-    """Whether the layers are compiled; without a setting, on CUDA where PyTorch can generate code for it."""
-    return trains_on_cuda(config) and can_generate_code() if config.compile is None else config.compile
+class Compilation(NamedTuple):
+    """Whether the layers are compiled, and what a user should know about it ("" if nothing)."""
+
+    on: bool
+    note: str = ""
+
+
+def resolve_compile(config: TrainerConfig) -> Compilation:
+    """Whether the layers are compiled: without a setting, on CUDA devices and CPUs that code can be generated for.
+
+    Raises:
+        ValueError: they are to be compiled and cannot be.
+    """
+    if config.compile is False:
+        return Compilation(False)
+    kind = "cuda" if trains_on_cuda(config) else "cpu" if trains_on_cpu(config) else config.accelerator
+    fault = compiler_fault(kind)
+    if fault is None:
+        return Compilation(True, "the layers are compiled during the first step")
+    if config.compile:
+        raise ValueError(f"trainer.compile=true needs a compiler: {fault}; mend that, or leave trainer.compile=null")
+    return Compilation(False, f"the layers are not compiled, so steps take longer: {fault}")
 
 
 def trains_on_cuda(config: TrainerConfig) -> bool:
     """Whether the devices are CUDA's."""
     return config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+
+
+def trains_on_cpu(config: TrainerConfig) -> bool:
+    """Whether the devices are CPUs."""
+    return config.accelerator == "cpu" or (config.accelerator == "auto" and not torch.accelerator.is_available())
 
 
 def build_trainer(

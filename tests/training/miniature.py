@@ -43,6 +43,7 @@ class RunConfig:
             val_samples=3,
             accelerator="cpu",
             devices=1,
+            compile=False,
             peak_tflops=1.0,  # nothing is measured at launch
         )
     )

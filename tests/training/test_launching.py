@@ -40,6 +40,7 @@ RUN = [
     "seq_len=32",
     "optimizer.warmup_steps=2",
     "trainer.max_steps=60",
+    "trainer.compile=false",
     "trainer.val_every=30",
     "trainer.val_samples=3",
     "trainer.checkpoint_every=10",

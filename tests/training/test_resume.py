@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from leftovers import as_if_killed_after, assert_same, curves
 from miniature import RunConfig, final_checkpoint, run
 
 from blockdiff.core.corruption import CorruptionKind
+from blockdiff.model.compilation import compiler_fault
 from blockdiff.training import durable
 from blockdiff.training.checkpoints import checkpoint_path, list_checkpoints, newest_valid
 from blockdiff.training.config import LearningRate, OptimizerName, Resume
@@ -50,6 +52,20 @@ def test_going_on_is_never_having_stopped(make_config: Make, changes: dict[str, 
         assert_same(final_checkpoint(resumed), final_checkpoint(straight))
         assert curves(resumed.directory) == curves(straight.directory)
         assert not list(resumed.directory.glob(".writing-*"))
+
+
+def test_compiled_layers_go_on_bit_for_bit(make_config: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Code is generated at a launch's first step, for the number of masked tokens that this step happens to have."""
+    if fault := compiler_fault("cpu"):
+        pytest.skip(f"needs what generates code for CPUs: {fault}")
+    changes = {"trainer__compile": True, "trainer__max_steps": 4, **KEPT}
+    straight = run(make_config(**changes))
+    as_if_killed_after(straight.directory, 2, straight.directory.parent / "killed")
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "another cache"))
+    resumed = run(make_config(name="killed", **changes))
+    assert_same(final_checkpoint(straight), final_checkpoint(resumed))
+    assert curves(straight.directory) == curves(resumed.directory)
 
 
 def test_another_micro_batch_goes_on_with_the_same_data(make_config: Make) -> None:

@@ -25,6 +25,7 @@ from blockdiff.core.bound import Bound, bound_sums
 from blockdiff.core.corruption import CorruptionKind
 from blockdiff.data.loader import ValBatches
 from blockdiff.data.prepare import prepare
+from blockdiff.model.compilation import compiler_fault
 from blockdiff.model.denoiser import Denoiser
 from blockdiff.model.scoring import score_blocks
 from blockdiff.training.checkpoints import list_checkpoints, read_weights, step_of
@@ -117,16 +118,38 @@ def test_one_batch_is_learned_by_heart(make_config: Make) -> None:
     assert rows[-1]["train/nelbo"] < 0.15
 
 
-def test_layers_are_compiled_on_cuda_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not resolve_compile(TrainerConfig(accelerator="cpu"))
-    assert resolve_compile(TrainerConfig(accelerator="cpu", compile=True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("blockdiff.training.trainer.can_generate_code", lambda: True)
-    assert resolve_compile(TrainerConfig())
-    assert not resolve_compile(TrainerConfig(accelerator="cpu"))
-    assert not resolve_compile(TrainerConfig(compile=False))
-    monkeypatch.setattr("blockdiff.training.trainer.can_generate_code", lambda: False)
-    assert not resolve_compile(TrainerConfig())
+def test_layers_are_compiled_where_they_can_be_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: dict[str, str | None] = {"cpu": None, "cuda": None, "mps": "not tried"}
+    monkeypatch.setattr("blockdiff.training.trainer.compiler_fault", faults.get)
+    for on_cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=on_cuda: found)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda found=on_cuda: found)
+        assert resolve_compile(TrainerConfig()).on
+        assert resolve_compile(TrainerConfig(accelerator="cpu")).on
+        assert not resolve_compile(TrainerConfig(accelerator="mps")).on
+        assert resolve_compile(TrainerConfig(compile=False)) == (False, "")
+    faults["cuda"] = "Triton is not installed"
+    assert not resolve_compile(TrainerConfig()).on
+    assert "Triton is not installed" in resolve_compile(TrainerConfig()).note
+    with pytest.raises(ValueError, match=r"trainer.compile=true needs a compiler: Triton is not installed"):
+        resolve_compile(TrainerConfig(compile=True))
+
+
+def test_without_a_compiler_a_run_says_so_and_goes_on(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(tmp_path / "no-compiler")))
+    compiler_fault.cache_clear()
+    printed = io.StringIO()
+    try:
+        assert run(make_config(trainer__max_steps=2, trainer__compile=None), printed=printed).finished
+        assert "the layers are not compiled, so steps take longer: InvalidCxxCompiler" in printed.getvalue()
+        with pytest.raises(ValueError, match=r"trainer.compile=true needs a compiler"):
+            run(make_config(name="insisting", trainer__compile=True))
+        assert not (tmp_path / "checkpoints" / "insisting").exists()
+    finally:
+        compiler_fault.cache_clear()
 
 
 def test_layers_can_be_compiled(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +160,15 @@ def test_layers_can_be_compiled(make_config: Make, monkeypatch: pytest.MonkeyPat
     compiled = run(config)
     assert list(final_checkpoint(compiled)["state_dict"]) == list(final_checkpoint(plain)["state_dict"])
     assert compiled.train == pytest.approx(plain.train, rel=1e-4)
+
+
+def test_many_runs_of_a_process_are_compiled(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `-m seq_len=…`: more shapes than the compiler takes of one function."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for number in range(torch._dynamo.config.recompile_limit + 1):
+        config = make_config(name=f"run-{number}", seq_len=16 + 4 * number, trainer__max_steps=1)
+        config.trainer.compile = True
+        assert run(config).finished
 
 
 def test_clipped_noise_has_no_bound_in_training(make_config: Make) -> None:
