@@ -5,8 +5,9 @@
 
 Each run is one of the trainer's own, of the default config and of what `key=value` says. Its learning rate is constant
 after the warm-up and falls to nothing over the last third. Steps and seconds are read from its metrics.csv: seconds of
-training alone, without start, validation and saving. A bound is reached at the first validation that shows it. Learning
-rates are those of all weights: under Muon the parts that AdamW keeps follow the same one.
+training alone, without start, validation and saving, and of plain layers, since compiling them would be among them. A
+bound is reached at the first validation that shows it. Learning rates are those of all weights: under Muon the parts
+that AdamW keeps follow the same one.
 
 With --run-root the runs' directories stay, and the same command goes on after a kill.
 """
@@ -99,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of blockdiff train, for all runs")
     parser.add_argument("--adamw", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="learning rates")
-    parser.add_argument("--muon", type=float, nargs="+", default=[2.5e-3, 5e-3, 1e-2], help="learning rates")
+    parser.add_argument("--muon", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2], help="learning rates")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--bounds", type=float, nargs="+", help="in nats; default: the best that AdamW ends with")
     parser.add_argument("--steps", type=int, default=300)
@@ -119,7 +120,7 @@ def train(name: str, lr: float, seed: int, root: Path, options: argparse.Namespa
             "optimizer.schedule=wsd", f"optimizer.decay_steps={max(options.steps // 3, 1)}", "optimizer.min_lr_ratio=0",
             f"trainer.max_steps={options.steps}", f"trainer.checkpoint_every={options.steps}", "trainer.preview=false",
             f"trainer.val_every={options.every}", f"trainer.log_every={options.every}", "trainer.val_samples=64",
-            "trainer.devices=1", *options.overrides,
+            "trainer.devices=1", "trainer.compile=false", *options.overrides,
             f"seed={seed}", f"run_root={root}", f"name={name}-lr{lr:g}-seed{seed}", "trainer.peak_tflops=1",
         ],
     )  # fmt: skip
