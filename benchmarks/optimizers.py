@@ -136,10 +136,14 @@ def train(name: str, lr: float, seed: int, root: Path, options: argparse.Namespa
 
 
 def validations(rows: list[dict[str, float]], step_flops: float) -> list[Point]:
-    """The rows of validations. At a stated peak of 1 TFLOP/s the column mfu says how long each row's steps took."""
+    """The rows of validations. At a stated peak of 1 TFLOP/s the column mfu says how long each row's steps took.
+
+    The first step has no speed: it counts as nothing.
+    """
     points, step, seconds = [], 0.0, 0.0
     for row in rows:
-        seconds += (row["step"] - step) * step_flops / (row["mfu"] * 1e12)
+        if "mfu" in row:
+            seconds += (row["step"] - step) * step_flops / (row["mfu"] * 1e12)
         step = row["step"]
         if "val/nelbo" in row:
             points.append(Point(int(step), seconds, row["val/nelbo"], row["val/nelbo_se"]))

@@ -55,7 +55,10 @@ class Outputs:
 
 @dataclass
 class Pace:
-    """Tokens and seconds of training proper: validation, previews and saving stop the clock."""
+    """Tokens and seconds of training proper: validation, previews and saving stop the clock.
+
+    A launch's first step is left out: what is compiled, measured and allocated in it happens once.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
@@ -101,7 +104,7 @@ class StepBorder(L.Callback):
         self.pace = Pace()
         self._val_batches: Iterable[Batch] = ()
         self._seen, self._reported, self._saved_at = 0, 0, time.monotonic()
-        self._tokens_before = 0.0
+        self._unclocked_tokens = 0.0
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         assert isinstance(module, DiffusionModule)
@@ -122,9 +125,7 @@ class StepBorder(L.Callback):
             self.outputs.display.start(module.step, module.max_steps)
             if unknown:
                 self.outputs.display.note(unknown)
-        # Tokens of the steps between the last row and the checkpoint: part of the next row, but not of this launch.
-        self._tokens_before = float(trainer.strategy.reduce(module.meter.sums_2.clone(), reduce_op="sum")[1])
-        self.pace, self._saved_at = Pace(), time.monotonic()
+        self._saved_at = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -135,6 +136,8 @@ class StepBorder(L.Callback):
         assert isinstance(module, DiffusionModule)
         module.finish_step()
         step, last = module.step, module.step == module.max_steps
+        if self._seen == 1:
+            self._start_clock(trainer, module)
         if self.outputs:
             self.outputs.display.advance(step)
         validate = last or step % self.config.val_every == 0
@@ -164,20 +167,25 @@ class StepBorder(L.Callback):
             self.outputs.display.stop()
             self.outputs.metrics.close()
 
+    def _start_clock(self, trainer: L.Trainer, module: DiffusionModule) -> None:
+        """Follows the first step of a launch. The next row holds its loss, and after a resume that of steps before."""
+        _, self._unclocked_tokens = self._sums(trainer, module)
+        self._reported = self._seen
+        self.pace = Pace()
+
+    def _sums(self, trainer: L.Trainer, module: DiffusionModule) -> tuple[float, float]:
+        """Nats and tokens since the last row, over all processes."""
+        nats, tokens = trainer.strategy.reduce(module.meter.sums_2.clone(), reduce_op="sum").tolist()
+        return nats, tokens
+
     def _report(self, trainer: L.Trainer, module: DiffusionModule, validate: bool) -> None:
         """Ends the meter's interval: one row of metrics, with the validation bound where it is due."""
         self._check_loss(module)
-        nats, tokens = trainer.strategy.reduce(module.meter.sums_2.clone(), reduce_op="sum").tolist()
+        nats, tokens = self._sums(trainer, module)
         module.meter.reset()
         train_column = "train/nelbo" if module.noise.is_bound else "train/loss"
         row = {"step": module.step, train_column: nats / max(tokens, 1), "lr": module.learning_rate}
-        trained, self._tokens_before = tokens - self._tokens_before, 0.0
-        seconds = self.pace.lap(round(trained))
-        row["tokens_per_second"] = trained / seconds
-        mfu = self._utilisation.of(self._seen - self._reported, seconds)
-        self._reported = self._seen
-        if mfu is not None:
-            row["mfu"] = mfu
+        row |= self._speed(tokens)
         began = time.perf_counter()
         if validate:
             bound = self._validate(trainer, module)
@@ -185,6 +193,16 @@ class StepBorder(L.Callback):
             row["val/bits_per_byte"] = bound.bits_per_byte(self.bytes_per_token)
         self._write(trainer, module, row)
         self.pace.skip(time.perf_counter() - began)
+
+    def _speed(self, tokens: float) -> Row:
+        """Tokens a second and MFU of the steps since the last row; nothing where the first step was the only one."""
+        steps, self._reported = self._seen - self._reported, self._seen
+        clocked, self._unclocked_tokens = tokens - self._unclocked_tokens, 0.0
+        if not steps:
+            return {}
+        seconds = self.pace.lap(round(clocked))
+        mfu = self._utilisation.of(steps, seconds)
+        return {"tokens_per_second": clocked / seconds} | ({} if mfu is None else {"mfu": mfu})
 
     def _write(self, trainer: L.Trainer, module: DiffusionModule, row: Row) -> None:
         if self.outputs:

@@ -29,11 +29,11 @@ class Display:
         self._facts: dict[str, str] = {}
         self._progress: Progress | None = None
         self._last_line = -PLAIN_SECONDS
-        self._began, self._first_step, self._max_steps = 0.0, 0, 0
+        self._began, self._first_step, self._max_steps = 0.0, -1, 0
 
     def start(self, step: int, max_steps: int) -> None:
         """Begins at `step` of `max_steps`."""
-        self._began, self._first_step, self._max_steps = time.monotonic(), step, max_steps
+        self._first_step, self._max_steps = -1, max_steps
         if not self.console.is_terminal:
             return
         self._progress = Progress(
@@ -50,7 +50,9 @@ class Display:
         self._progress.start()
 
     def advance(self, step: int) -> None:
-        """One more step is done."""
+        """One more step is done. A launch's first one takes longer than others: time counts from its end."""
+        if self._first_step < 0:
+            self._began, self._first_step = time.monotonic(), step
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -60,7 +62,8 @@ class Display:
         self._facts["loss"] = f"train {row[self._train_column]:.3f}"
         if validated:
             self._facts["val"] = f"val {row['val/nelbo']:.3f}±{row['val/nelbo_se']:.3f}"
-        self._facts["speed"] = f"{row['tokens_per_second']:,.0f} tokens/s"
+        if "tokens_per_second" in row:
+            self._facts["speed"] = f"{row['tokens_per_second']:,.0f} tokens/s"
         if "mfu" in row:
             self._facts["mfu"] = f"MFU {row['mfu']:.1%}"
         facts = "  ".join(self._facts[key] for key in ("loss", "val", "speed", "mfu") if key in self._facts)
@@ -69,7 +72,7 @@ class Display:
         elif validated or time.monotonic() - self._last_line >= PLAIN_SECONDS:
             self._last_line = time.monotonic()
             step = int(row["step"])
-            self._print(f"step {step}/{self._max_steps}  {facts}  {_clock(self._seconds_left(step))} left")
+            self._print(f"step {step}/{self._max_steps}  {facts}{self._left(step)}")
 
     def note(self, text: str) -> None:
         """Prints a message above the bar."""
@@ -89,9 +92,11 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _seconds_left(self, step: int) -> float:
-        done = max(step - self._first_step, 1)
-        return (time.monotonic() - self._began) / done * (self._max_steps - step)
+    def _left(self, step: int) -> str:
+        done = step - self._first_step
+        if done < 1:
+            return ""
+        return f"  {_clock((time.monotonic() - self._began) / done * (self._max_steps - step))} left"
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)

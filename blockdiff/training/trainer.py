@@ -45,8 +45,7 @@ def resolve_compile(config: TrainerConfig) -> Compilation:
     """
     if config.compile is False:
         return Compilation(False)
-    kind = "cuda" if trains_on_cuda(config) else "cpu" if trains_on_cpu(config) else config.accelerator
-    fault = compiler_fault(kind)
+    fault = compiler_fault(device_type(config))
     if fault is None:
         return Compilation(True, "the layers are compiled during the first step")
     if config.compile:
@@ -59,9 +58,14 @@ def trains_on_cuda(config: TrainerConfig) -> bool:
     return config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
 
 
-def trains_on_cpu(config: TrainerConfig) -> bool:
-    """Whether the devices are CPUs."""
-    return config.accelerator == "cpu" or (config.accelerator == "auto" and not torch.accelerator.is_available())
+def device_type(config: TrainerConfig) -> str:
+    """The kind of the devices, as PyTorch calls it."""
+    if trains_on_cuda(config):
+        return "cuda"
+    if config.accelerator != "auto":
+        return config.accelerator
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found else "cpu"
 
 
 def build_trainer(

@@ -25,14 +25,15 @@ Make = Callable[..., RunConfig]
 
 
 def whole_run(config: RunConfig) -> tuple[float, list[float]]:
-    """Operations of a step of a run in miniature, and the MFU of each row."""
+    """Operations of a step of a run in miniature, and the MFU of each row but that of the first step."""
     printed = io.StringIO()
     summary = run(config, printed=printed)
     vocab_size = byte_tokenizer().vocab_size
     window = training_flops(config.model, vocab_size, config.seq_len, config.block_size, config.noise)
     rows = read_rows(summary.directory)
     assert f"MFU {rows[-1]['mfu']:.1%}" in printed.getvalue()
-    return config.data.global_batch_size * window, [row["mfu"] for row in rows]
+    assert not {"mfu", "tokens_per_second"} & rows[0].keys()  # of the first step
+    return config.data.global_batch_size * window, [row["mfu"] for row in rows[1:]]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -40,25 +41,28 @@ def test_mfu_is_operations_over_seconds_and_peak(
     make_config: Make, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
     """At 0.25 s a step, whatever a validation or a checkpoint takes; the rows are of steps 1, 2, 3, 4 and 6."""
-    laps = iter([1, 1, 1, 1, 2])
+    laps = iter([1, 1, 1, 2])
     monkeypatch.setattr(Pace, "lap", lambda self, tokens: 0.25 * next(laps))
     config = make_config(data__micro_batch_size=4 // accumulation, trainer__peak_tflops=2e-6)
     step_flops, shown = whole_run(config)
-    assert shown == [pytest.approx(step_flops / (0.25 * 2e6))] * 5
+    assert shown == [pytest.approx(step_flops / (0.25 * 2e6))] * 4
 
 
 def test_a_resumed_launch_counts_its_own_steps(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after step 4: the row of step 6 holds the loss of steps 4 to 6, but tokens, time and work of 5 and 6."""
+    """Killed after step 3: the row of step 6 holds the loss of steps 3 to 6, but tokens, time and work of 5 and 6.
+
+    Step 4 is the first of its launch, and of step 3 the checkpoint tells.
+    """
     monkeypatch.setattr(Pace, "lap", lambda self, tokens: 1.0)
-    changes = {"trainer__log_every": 3, "trainer__val_every": 99, "trainer__checkpoint_every": 4}
-    straight = run(make_config(name="straight", **changes))
-    ratios = [row["mfu"] for row in read_rows(straight.directory)]
-    assert [round(mfu / ratios[0], 6) for mfu in ratios] == [1, 2, 3]  # rows of steps 1, 3 and 6
-    as_if_killed_after(straight.directory, 4, straight.directory.parent / "killed")
-    resumed = run(make_config(name="killed", **changes))
-    rows = read_rows(resumed.directory)
-    assert [round(row["mfu"] / ratios[0], 6) for row in rows] == [1, 2, 2]
-    assert [round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 1) for row in rows] == [1, 2, 2]
+    changes = {"trainer__log_every": 2, "trainer__val_every": 99, "trainer__checkpoint_every": 3}
+    straight = run(make_config(name="straight", trainer__max_steps=7, **changes))
+    rows = read_rows(straight.directory)
+    work = [row["mfu"] for row in rows[1:]]
+    assert [round(mfu / work[0], 6) for mfu in work] == [1, 2, 2, 1]  # rows of steps 2, 4, 6 and 7
+    as_if_killed_after(straight.directory, 3, straight.directory.parent / "killed")
+    resumed = read_rows(run(make_config(name="killed", trainer__max_steps=7, **changes)).directory)
+    assert [row.get("mfu") for row in resumed[3:]] == work[2:]
+    assert [row.get("tokens_per_second") for row in resumed[3:]] == [row["tokens_per_second"] for row in rows[3:]]
 
 
 def test_a_run_begun_without_the_column_goes_on(make_config: Make) -> None:
@@ -76,13 +80,13 @@ def test_a_run_begun_without_the_column_goes_on(make_config: Make) -> None:
     after = path.read_text(encoding="utf-8").splitlines()
     assert after[0] == before[0] + ",mfu"
     assert after[1:4] == [line + "," for line in before[1:4]]
-    assert ["mfu" in row for row in read_rows(first.directory)] == [False] * 3 + [True] * 2
+    assert ["mfu" in row for row in read_rows(first.directory)] == [False] * 4 + [True]  # 4 is its launch's first
 
 
 def test_other_devices_are_measured_at_launch(make_config: Make) -> None:
     """A CPU's peak is a rate of products, so the share lies somewhere between nothing and a little above one."""
-    _, shown = whole_run(make_config(trainer__peak_tflops=None, trainer__max_steps=2))
-    assert all(0 < mfu < 2 for mfu in shown)
+    _, (shown,) = whole_run(make_config(trainer__peak_tflops=None, trainer__max_steps=2))
+    assert 0 < shown < 2
 
 
 PRODUCT = Product(4, 4, 8)
