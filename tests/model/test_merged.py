@@ -41,4 +41,5 @@ def test_masks_do_not_grow_with_the_sequence():
     for length in (1024, 4096):
         plan = plan_dual_stream(torch.zeros(1, length, dtype=torch.int64), 16)
         biases = {id(part.bias): part.bias for group in plan.noisy + plan.clean for part in group.parts}
-        assert sum(b.numel() for b in biases.values() if b is not None) == 128 * (112 + 128)
+        size = plan_module.GROUP_TOKENS
+        assert sum(b.numel() for b in biases.values() if b is not None) == size * (size - 16 + size)
