@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from blockdiff.core.masks import CleanAttention
 from blockdiff.model import compilation
-from blockdiff.model.compilation import compile_layers
+from blockdiff.model.compilation import compile_layers, compiler_fault
 from blockdiff.model.denoiser import Denoiser, ModelConfig
 
 V, L = 11, 32
@@ -60,6 +61,17 @@ def test_compiled_equals_plain_and_nothing_is_compiled_twice(recompute):
         assert_close(gradients(plain, share), gradients(compiled, share), 1e-4)
         assert counters["stats"]["unique_graphs"] == 4
     assert plain.state_dict().keys() == compiled.state_dict().keys()
+
+
+@pytest.mark.parametrize("more", [{}, {"clean_attention": CleanAttention.block, "activation_checkpointing": True}])
+def test_generated_code_gives_the_loss_and_gradients_of_plain_layers(more):
+    """To rounding in double precision, so that what holds of plain layers holds of these."""
+    if fault := compiler_fault("cpu"):
+        pytest.skip(f"needs what generates code for CPUs: {fault}")
+    torch._dynamo.reset()
+    plain, compiled = (model.double() for model in networks(**more))
+    for share in (50, 90):
+        assert_close(gradients(plain, share), gradients(compiled, share), 1e-11)
 
 
 @pytest.mark.usefixtures("no_generated_code")
