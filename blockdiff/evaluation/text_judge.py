@@ -147,6 +147,7 @@ def text_and_starts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list
     text, starts = "", []
     for index in ids:
         unfinished, _ = decoder.getstate()
-        starts.append(len(text) + bool(unfinished))
+        # Mostly one character, but a decoder also waits behind what can begin none: the first two bytes of a surrogate.
+        starts.append(len(text) + len(unfinished.decode("utf-8", "replace")))
         text += decoder.decode(tokenizer.decode_bytes([index]))
     return text + decoder.decode(b"", final=True), starts
