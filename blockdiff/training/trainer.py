@@ -50,7 +50,9 @@ def resolve_compile(config: TrainerConfig) -> Compilation:
         return Compilation(True, "the layers are compiled during the first step")
     if config.compile:
         raise ValueError(f"trainer.compile=true needs a compiler: {fault}; mend that, or leave trainer.compile=null")
-    return Compilation(False, f"the layers are not compiled, so steps take longer: {fault}")
+    return Compilation(
+        False, f"the layers are not compiled, so steps take longer: {fault} (trainer.compile=false: as meant)"
+    )
 
 
 def trains_on_cuda(config: TrainerConfig) -> bool:

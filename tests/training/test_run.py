@@ -380,6 +380,21 @@ def test_terminal_display_shows_loss_bound_speed_and_time() -> None:
     assert "\x07" not in text
 
 
+def test_plain_display_estimates_the_time_left_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds pass as 100 (the first step, with what is compiled in it), then 2 a step."""
+    now = 0.0
+    monkeypatch.setattr("blockdiff.training.display.time.monotonic", lambda: now)
+    out = io.StringIO()
+    display = Display(Console(file=out, width=140), "train/nelbo")
+    display.start(0, 61)
+    for step, now in ((1, 100.0), (11, 120.0)):  # noqa: B007
+        display.advance(step)
+        display.show({"step": step, "train/nelbo": 3.25})
+    first, second = out.getvalue().splitlines()
+    assert first == "step 1/61  train 3.250"
+    assert second == "step 11/61  train 3.250  1:40 left"
+
+
 def test_training_needs_no_preview(make_config: Make) -> None:
     summary = run_training(make_config(trainer__max_steps=1), console=Console(file=io.StringIO()))  # type: ignore[arg-type]
     assert summary.finished

@@ -49,20 +49,20 @@ def test_mfu_is_operations_over_seconds_and_peak(
 
 
 def test_a_resumed_launch_counts_its_own_steps(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after step 3: the row of step 6 holds the loss of steps 3 to 6, but tokens, time and work of 5 and 6.
+    """Killed after step 4, of which the checkpoint tells; step 5 is the first of its launch.
 
-    Step 4 is the first of its launch, and of step 3 the checkpoint tells.
+    So the row of step 6 holds the loss of steps 4 to 6, but tokens, time and work of 6 alone.
     """
     monkeypatch.setattr(Pace, "lap", lambda self, tokens: 1.0)
-    changes = {"trainer__log_every": 2, "trainer__val_every": 99, "trainer__checkpoint_every": 3}
-    straight = run(make_config(name="straight", trainer__max_steps=7, **changes))
-    rows = read_rows(straight.directory)
-    work = [row["mfu"] for row in rows[1:]]
-    assert [round(mfu / work[0], 6) for mfu in work] == [1, 2, 2, 1]  # rows of steps 2, 4, 6 and 7
-    as_if_killed_after(straight.directory, 3, straight.directory.parent / "killed")
-    resumed = read_rows(run(make_config(name="killed", trainer__max_steps=7, **changes)).directory)
-    assert [row.get("mfu") for row in resumed[3:]] == work[2:]
-    assert [row.get("tokens_per_second") for row in resumed[3:]] == [row["tokens_per_second"] for row in rows[3:]]
+    changes = {"trainer__val_every": 99, "trainer__checkpoint_every": 4}
+    each = read_rows(run(make_config(name="each", trainer__log_every=1, **changes)).directory)
+    straight = run(make_config(name="straight", trainer__log_every=3, **changes))
+    work = [row["mfu"] / each[-1]["mfu"] for row in read_rows(straight.directory)[1:]]
+    assert work == [pytest.approx(2), pytest.approx(3)]  # rows of steps 3 and 6
+    as_if_killed_after(straight.directory, 4, straight.directory.parent / "killed")
+    last = read_rows(run(make_config(name="killed", trainer__log_every=3, **changes)).directory)[-1]
+    assert (last["step"], last["mfu"]) == (6, each[-1]["mfu"])
+    assert last["tokens_per_second"] == each[-1]["tokens_per_second"]
 
 
 def test_a_run_begun_without_the_column_goes_on(make_config: Make) -> None:
